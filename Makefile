@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up first what it needs; a second call finds that done.
+#
+#   make train [ARGS="--env BreakoutNoFrameskip-v4 --num_actors 8"]
+#   make test  [ARGS="-k vtrace"]
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter that .venv is made of.
+
+PY := .venv/bin/python
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cc csrc/*/*.cc)
+
+TRAIN := --xpid 'train-{env}'
+QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1
+
+.PHONY: train quickstart test test-classic lint setup clean
+
+# Atari Pong, unless ARGS names another environment. Goes on from its checkpoint.
+train: setup
+	@exec $(PY) tools/launch.py monobeast $(TRAIN) $(ARGS)
+
+# Learns within minutes on a laptop's CPU.
+quickstart: setup
+	@exec $(PY) tools/launch.py monobeast $(QUICKSTART) $(ARGS)
+
+test: setup
+	$(PY) -m pytest $(ARGS)
+
+# Classic gym and atari-py, in an environment of their own.
+test-classic:
+	@tools/setup.sh classic
+	.venv-classic/bin/python -m pytest tests/classic $(ARGS)
+
+lint: setup
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(if $(CXX_FILES),clang-format --dry-run --Werror $(CXX_FILES))
+
+setup:
+	@tools/setup.sh
+
+# What make made. Runs and their checkpoints stay where they are.
+clean:
+	rm -rf .venv .venv-classic build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set-up from a fresh machine, played with fake tools: no network, no packages."""
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DEADLINE_S = 30
+
+# Stands for every Python: answers -V, makes a venv with itself as its Python, and
+# writes down each call of pip.
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+-V) echo "Python $FAKE_VERSION" ;;
+*ensurepip*) test -e "$FAKE_ROOT/has_venv_module" ;;
+"-c import pip") ;;
+"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+"-m pip "*) echo "$*" >>"$FAKE_ROOT/pip_calls"; cat "$FAKE_ROOT/pip_says" >&2
+    exit "$FAKE_PIP_STATUS" ;;
+esac
+"""
+FAKE_APT_GET = """#!/bin/sh
+echo "$*" >>"$FAKE_ROOT/apt_calls"
+touch "$FAKE_ROOT/has_venv_module"
+"""
+PYTHONS = ("python3", "python3.10", "python3.11", "python3.12", "python3.13")
+OFFLINE = """WARNING: Retrying after connection broken by 'NewConnectionError(
+Failed to establish a new connection: Temporary failure in name resolution)'
+ERROR: No matching distribution found for torch
+"""
+
+
+class Machine:
+    """A checkout and a PATH whose Pythons, apt-get, sudo and id are fakes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkout = path / "checkout"
+        self.bin = path / "bin"
+        self.pip_calls = path / "pip_calls"
+        self.apt_calls = path / "apt_calls"
+        (self.checkout / "tools").mkdir(parents=True)
+        self.bin.mkdir()
+        for name in ("Makefile", "requirements.txt", "setup.py", "tools/setup.sh"):
+            shutil.copy(ROOT / name, self.checkout / name)
+        for name in PYTHONS:
+            self.install(name, FAKE_PYTHON)
+        self.install("id", "#!/bin/sh\necho 1000\n")
+        self.install("sudo", '#!/bin/sh\nexec "$@"\n')
+        self.install("apt-get", FAKE_APT_GET)
+        (path / "has_venv_module").touch()
+        (path / "pip_says").touch()
+        # No variable of the make that may run this test, nor anybody's PYTHON.
+        self.env = {"PATH": f"{self.bin}:{os.environ['PATH']}"}
+        self.env |= {"FAKE_ROOT": str(path), "FAKE_VERSION": "3.12.7"}
+        self.env |= {"FAKE_PIP_STATUS": "0", "LC_ALL": "C"}
+
+    def install(self, name: str, script: str) -> None:
+        tool = self.bin / name
+        tool.write_text(script)
+        tool.chmod(0o755)
+
+    def make(self, *args: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["make", *args],
+            cwd=self.checkout,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+
+    def error_of(self, *args: str) -> str:
+        """The one line that a failing make prints, besides make's own."""
+        done = self.make(*args)
+        assert done.returncode != 0, done
+        lines = [x for x in done.stderr.splitlines() if not x.startswith("make")]
+        assert len(lines) == 1, done.stderr
+        assert lines[0].startswith("setup: error: ")
+        return lines[0]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def count_calls(calls: Path) -> int:
+    return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+def test_setup_installs_the_pinned_list(machine):
+    done = machine.make("setup")
+    assert done.returncode == 0, done
+    assert machine.pip_calls.read_text().endswith("-r requirements.txt\n")
+
+
+def test_second_setup_does_nothing(machine):
+    machine.make("setup")
+    done = machine.make("setup")
+    assert done.returncode == 0
+    assert done.stdout == ""
+    assert count_calls(machine.pip_calls) == 1
+
+
+def test_changed_pins_are_installed(machine):
+    machine.make("setup")
+    with (machine.checkout / "requirements.txt").open("a") as requirements:
+        requirements.write("extra==1.0\n")
+    machine.make("setup")
+    assert count_calls(machine.pip_calls) == 2
+
+
+def test_another_python_replaces_the_environment(machine):
+    machine.make("setup")
+    marker = machine.checkout / ".venv" / "of_the_old_python"
+    marker.touch()
+    machine.install("other", FAKE_PYTHON.replace("$FAKE_VERSION", "3.11.7"))
+    machine.make("setup", "PYTHON=other")
+    assert not marker.exists()
+    assert count_calls(machine.pip_calls) == 2
+
+
+def test_environment_whose_python_is_gone_is_made_anew(machine):
+    machine.make("setup")
+    python = machine.checkout / ".venv" / "bin" / "python"
+    python.unlink()
+    assert machine.make("setup").returncode == 0
+    assert python.exists()
+
+
+@pytest.mark.parametrize("version", ["3.9.18", "3.14.0", "2.7.18"])
+def test_unsupported_python_is_named_with_a_remedy(machine, version):
+    machine.env["FAKE_VERSION"] = version
+    error = machine.error_of("setup")
+    assert f"python3 (Python {version})" in error
+    assert "PYTHON=/path/to/python3.12" in error
+    assert not machine.pip_calls.exists()
+
+
+def test_python_that_is_not_there_is_said(machine):
+    error = machine.error_of("setup", "PYTHON=nowhere/python")
+    assert "none that runs" in error
+
+
+def test_newer_python_is_found_beside_an_old_python3(machine):
+    machine.install("python3", FAKE_PYTHON.replace("$FAKE_VERSION", "3.9.18"))
+    done = machine.make("setup")
+    assert done.returncode == 0, done
+    assert "Python 3.12.7" in done.stdout
+
+
+def test_missing_venv_module_is_installed_with_sudo_and_said(machine):
+    (machine.path / "has_venv_module").unlink()
+    done = machine.make("setup")
+    assert done.returncode == 0, done
+    assert "sudo apt-get install python3.12-venv" in done.stdout
+    assert "install -y python3.12-venv" in machine.apt_calls.read_text()
+
+
+def test_nothing_is_installed_with_apt_when_nothing_is_missing(machine):
+    machine.make("setup")
+    assert not machine.apt_calls.exists()
+
+
+def test_failing_apt_gets_one_line_with_the_package(machine):
+    (machine.path / "has_venv_module").unlink()
+    machine.install("apt-get", "#!/bin/sh\nexit 100\n")
+    error = machine.error_of("setup")
+    assert "could not install python3.12-venv" in error
+
+
+def test_missing_compiler_is_asked_for_only_by_test_classic(machine):
+    machine.install("cmake", "#!/bin/sh\n")
+    # A PATH that has what setup.sh uses, but no compiler.
+    for name in ("cat", "cp", "dirname", "grep", "head", "mkdir", "rm", "sed", "test"):
+        (machine.bin / name).symlink_to(shutil.which(name))
+    for name in ("make", "sh", "touch"):
+        (machine.bin / name).symlink_to(shutil.which(name))
+    machine.env["PATH"] = str(machine.bin)
+    machine.install("apt-get", "#!/bin/sh\nexit 100\n")
+    assert machine.make("setup").returncode == 0
+    assert "could not install g++" in machine.error_of("test-classic")
+
+
+def test_no_network_gets_one_line_with_a_remedy(machine):
+    machine.env["FAKE_PIP_STATUS"] = "1"
+    (machine.path / "pip_says").write_text(OFFLINE)
+    error = machine.error_of("setup")
+    assert "No network?" in error
+    assert "run the same command again" in error
+
+
+def test_failing_pip_shows_its_reason(machine):
+    machine.env["FAKE_PIP_STATUS"] = "1"
+    (machine.path / "pip_says").write_text("ERROR: [Errno 28] No space left\n")
+    done = machine.make("setup")
+    assert done.returncode != 0
+    assert "No space left" in done.stderr
+    assert "No network?" not in done.stderr
+
+
+def test_failed_setup_is_tried_again(machine):
+    machine.env["FAKE_PIP_STATUS"] = "1"
+    machine.make("setup")
+    machine.env["FAKE_PIP_STATUS"] = "0"
+    assert machine.make("setup").returncode == 0
+    assert count_calls(machine.pip_calls) == 2
+
+
+def launch(tmp_path: Path, body: str) -> subprocess.Popen:
+    """tools/launch.py with a trainer of these lines; returns when they have begun."""
+    (tmp_path / "trainer.py").write_text(f"import signal, sys\n{body}\n")
+    launcher = subprocess.Popen(
+        [sys.executable, ROOT / "tools" / "launch.py", "trainer"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert launcher.stdout.readline() == "ready\n"
+    return launcher
+
+
+STOPS_WITH_A_CHECKPOINT = """
+signals = {signal.SIGINT, signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+print("ready", flush=True)
+signal.sigtimedwait(signals, 30)
+print("checkpoint", flush=True)
+sys.exit(75)
+"""
+
+
+def test_ctrl_c_waits_for_the_checkpoint_and_is_no_error(tmp_path):
+    launcher = launch(tmp_path, STOPS_WITH_A_CHECKPOINT)
+    os.killpg(launcher.pid, signal.SIGINT)  # As a terminal does: to everybody.
+    out, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert out.startswith("checkpoint\nStopped with a checkpoint.")
+    assert launcher.returncode == 0
+
+
+def test_sigterm_is_handed_on_to_the_trainer(tmp_path):
+    launcher = launch(tmp_path, STOPS_WITH_A_CHECKPOINT)
+    launcher.terminate()  # As make does: to its child alone.
+    out, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert out.startswith("checkpoint\nStopped with a checkpoint.")
+    assert launcher.returncode == 0
+
+
+def test_failure_of_the_trainer_is_the_launchers(tmp_path):
+    launcher = launch(tmp_path, 'print("ready", flush=True)\nsys.exit(78)')
+    launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 78
+
+
+def setup_arguments() -> dict:
+    call = ast.parse((ROOT / "setup.py").read_text()).body[-1].value
+    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w.-]+", line)[0].lower() for line in requirements}
+
+
+def read_requirements() -> tuple[set[str], set[str]]:
+    """Names of what we import, and of what those bring along."""
+    text = (ROOT / "requirements.txt").read_text()
+    ours, theirs = text.split("# What those bring along")
+    return names(pins_of(ours)), names(pins_of(theirs))
+
+
+def pins_of(text: str) -> list[str]:
+    return re.findall(r"^[\w.-]+==.*", text, re.M)
+
+
+def test_setup_py_and_requirements_name_the_same_packages():
+    arguments = setup_arguments()
+    extras = arguments["extras_require"]
+    ours, theirs = read_requirements()
+    assert ours == names(
+        arguments["install_requires"] + extras["minatar"] + extras["dev"]
+    )
+    assert not ours & theirs
+
+
+def test_every_requirement_is_pinned():
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        assert not line or line.startswith("#") or re.match(r"[\w.-]+==[\w.]+", line)
+
+
+def test_torch_is_pinned_in_one_place():
+    texts = [ROOT / "Makefile", ROOT / ".ci" / "run"]
+    for pattern in ("*.py", "*.txt", "*.toml", "tools/*", "core/*.py"):
+        texts += ROOT.glob(pattern)
+    pins = [p.name for p in texts if re.search(r"\btorch *==", p.read_text())]
+    assert pins == ["requirements.txt"]
+
+
+def test_commands_of_the_readme_exist():
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("no README.md yet")
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
+    commands = set(re.findall(r"\bmake ([a-z][\w-]*)", "".join(code_of(readme))))
+    assert commands
+    assert commands <= targets
+
+
+def code_of(page: Path) -> list[str]:
+    """What a Markdown page shows as code, in blocks and in the line."""
+    text = page.read_text()
+    return re.findall(r"```.*?```|`[^`\n]+`", text, re.S)
+
+
+def test_setup_py_installs_what_is_there():
+    arguments = setup_arguments()
+    for module in arguments["py_modules"]:
+        assert (ROOT / f"{module}.py").exists(), module
+    for package in arguments["packages"]:
+        assert (ROOT / package / "__init__.py").exists(), package
