@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specs and nests: the shapes and dtypes of what an environment says and hears.
+
+A *nest* is a leaf, or a dict or tuple of nests. Observations are nests, and so is a
+whole rollout row (see `core.rollouts`). Needs numpy and gymnasium, never torch: the
+environment servers import it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+# A leaf of any type, or a dict or tuple of nests. (A recursive alias would force
+# every caller into casts.)
+Nest = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of one leaf."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def map_nest(fn: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
+    """Apply `fn` to the leaves of nests of one structure; keep the structure.
+
+    Raises:
+      ValueError: the nests differ in their keys or lengths.
+    """
+    if isinstance(nest, dict):
+        for other in others:
+            if not isinstance(other, dict) or other.keys() != nest.keys():
+                got = sorted(other) if isinstance(other, dict) else type(other).__name__
+                raise ValueError(f"nests differ: keys {sorted(nest)} against {got}")
+        return {k: map_nest(fn, v, *(o[k] for o in others)) for k, v in nest.items()}
+    if isinstance(nest, tuple):
+        for other in others:
+            if not isinstance(other, tuple) or len(other) != len(nest):
+                size = len(other) if isinstance(other, tuple) else type(other).__name__
+                raise ValueError(f"nests differ: a tuple of {len(nest)} against {size}")
+        return tuple(map_nest(fn, *leaves) for leaves in zip(nest, *others))
+    return fn(nest, *others)
+
+
+def leaves(nest: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (name, leaf) in a fixed order; names are paths such as `observation/0`."""
+    items: list[tuple[str, Any]]
+    if isinstance(nest, dict):
+        items = list(nest.items())
+    elif isinstance(nest, tuple):
+        items = [(str(i), value) for i, value in enumerate(nest)]
+    else:
+        yield name, nest
+        return
+    for key, value in items:
+        yield from leaves(value, f"{name}/{key}" if name else key)
+
+
+def spec_of(space: gym.Space) -> Nest:
+    """Return the nest of `ArraySpec` that samples of `space` obey.
+
+    Box keeps its shape and dtype, Discrete is a scalar int64, MultiDiscrete int64,
+    MultiBinary int8; Dict and Tuple become dict and tuple.
+
+    Raises:
+      ValueError: the space is of another kind; the message names it.
+    """
+    match space:
+        case gym.spaces.Box() | gym.spaces.MultiBinary():
+            assert space.shape is not None and space.dtype is not None
+            return ArraySpec(tuple(space.shape), np.dtype(space.dtype))
+        case gym.spaces.Discrete():
+            return ArraySpec((), np.dtype(np.int64))
+        case gym.spaces.MultiDiscrete():
+            return ArraySpec(tuple(space.nvec.shape), np.dtype(np.int64))
+        case gym.spaces.Dict():
+            return {key: spec_of(sub) for key, sub in space.spaces.items()}
+        case gym.spaces.Tuple():
+            return tuple(spec_of(sub) for sub in space.spaces)
+    raise ValueError(
+        f"space {space} is a {type(space).__name__}; expected Box, Discrete, "
+        "MultiDiscrete, MultiBinary, Dict or Tuple. Wrap the environment so that it "
+        "uses one of these."
+    )
+
+
+def row_spec(
+    observation_space: gym.Space, action_space: gym.Space, info_keys: tuple[str, ...]
+) -> dict[str, Nest]:
+    """Return the spec of the environment's part of one rollout row (no batch axis).
+
+    The table in `core.rollouts` says what each key means.
+    """
+    f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
+    return {
+        "observation": spec_of(observation_space),
+        "reward": ArraySpec((), f32),
+        "done": ArraySpec((), np.dtype(bool)),
+        "truncated": ArraySpec((), np.dtype(bool)),
+        "episode_return": ArraySpec((), f32),
+        "episode_step": ArraySpec((), i32),
+        "last_action": spec_of(action_space),
+        "info": {
+            key: ArraySpec((), f32) for key in ("game_return", "game_step", *info_keys)
+        },
+    }
