@@ -1,0 +1,1054 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `core.checkpoint` promises: one good checkpoint always, never a wrong one."""
+
+import errno
+import itertools
+import json
+import os
+import pickle
+import random
+import resource
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from core import checkpoint
+from core.checkpoint import CheckpointError, CheckpointMismatch, load, save
+
+ROOT = Path(__file__).parent.parent
+DEADLINE_S = 60
+SEED = 20180209
+KILLS = 40
+MUTATIONS = 200
+NO_SUCH_PID = 999_999_999  # Above the largest that Linux gives.
+
+DTYPES = [
+    getattr(torch, name)
+    for name in (
+        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 "
+        "int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool"
+    ).split()
+]
+# An optimizer, and options that make it keep all the state it can.
+OPTIMIZERS = {
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "lr": 0.01}),
+    "Adam": (torch.optim.Adam, {"betas": (0.8, 0.99), "amsgrad": True, "lr": 0.01}),
+    "Adam, lr a tensor": (torch.optim.Adam, {"lr": torch.tensor(0.01)}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "LBFGS": (torch.optim.LBFGS, {"max_iter": 2}),
+}
+
+
+FSYNC = os.fsync
+
+
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch):
+    """Save time: only a power failure could tell. Two tests below look at syncing."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def contents(step):
+    """Return tensors and state that differ in every file from those of other steps."""
+    tensors = {
+        "model": {"weight": torch.full((5, 3), float(step)), "bias": torch.ones(3)},
+        "rng": {"torch": torch.arange(7, dtype=torch.uint8) + step % 200},
+    }
+    return {"step": step, "tensors": tensors, "state": {"seen": step, "lr": 0.1}}
+
+
+def save_steps(directory, *steps, **kwargs):
+    for step in steps:
+        save(directory, **contents(step), **kwargs)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def step_names(*steps):
+    return [f"step-{step:012d}" for step in steps]
+
+
+def assert_same_tensors(got, expected):
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert got[name].shape == tensor.shape, name
+        same = (
+            got[name]
+            .flatten()
+            .view(torch.uint8)
+            .equal(tensor.detach().contiguous().flatten().view(torch.uint8))
+        )
+        assert same, name
+
+
+def assert_good(directory, step):
+    """Check that `load` gives this step, with all that belongs to it."""
+    found = load(directory)
+    assert found.step == step
+    assert found.state == contents(step)["state"]
+    for group, tensors in contents(step)["tensors"].items():
+        assert_same_tensors(found.tensors[group], tensors)
+    return found
+
+
+# ------------------------------------------------------------------- forked children
+
+
+class Nursery:
+    """Runs functions of this file in forks of a process that has torch loaded.
+
+    Such a process can lose its rights, its disk or its life. Importing torch for each
+    would take the time of all these tests. (pytest's own process has threads, and must
+    not fork.)
+    """
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"import {__name__} as t; t.serve_forks()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    def __call__(self, function, *args):
+        """Call `function(*args)` in a fork; paths arrive as strings."""
+        request = json.dumps([function.__name__, args], default=str) + "\n"
+        self.process.stdin.write(request.encode())
+        self.process.stdin.flush()
+        ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
+        assert ready, f"{function.__name__} took more than {DEADLINE_S} s"
+        answer = json.loads(self.process.stdout.readline())
+        if "error" in answer:
+            pytest.fail(answer["error"])
+        return answer["result"]
+
+
+def serve_forks():
+    os.fsync = lambda fd: None
+    for line in sys.stdin:
+        name, args = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                answer = {"result": globals()[name](*args)}
+            except BaseException:
+                answer = {"error": traceback.format_exc()}
+            print(json.dumps(answer), flush=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    nursery = Nursery()
+    yield nursery
+    nursery.process.kill()
+    nursery.process.wait(DEADLINE_S)
+    nursery.process.stdin.close()
+    nursery.process.stdout.close()
+
+
+# -------------------------------------------------------------------------- round trip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_dtype_comes_back_bit_by_bit(tmp_path, dtype):
+    generator = torch.Generator().manual_seed(SEED)
+    raw = torch.randint(256, (5, 3, 8), dtype=torch.uint8, generator=generator)
+    if dtype == torch.bool:
+        tensor = raw[:, :, 0] % 2 == 1
+    else:
+        tensor = raw.view(dtype)  # NaN and infinity too.
+    tensors = {"tensor": tensor, "scalar": tensor.flatten()[0], "empty": tensor[:0]}
+    save(tmp_path, step=1, tensors={"rows": tensors}, state={})
+    assert_same_tensors(load(tmp_path).tensors["rows"], tensors)
+
+
+def test_views_and_shared_memory_come_back_as_what_they_showed(tmp_path):
+    base = torch.arange(15.0).view(5, 3)
+    tensors = {
+        "base": base,
+        "same": base,
+        "row": base[2],
+        "transposed": base.t(),
+        "strided": base[::2, 1:],
+        "expanded": torch.ones(1, 3).expand(5, 3),
+        "parameter": torch.nn.Parameter(base),
+    }
+    save(tmp_path, step=1, tensors={"model": tensors}, state={})
+    assert_same_tensors(load(tmp_path).tensors["model"], tensors)
+
+
+def test_random_generator_goes_on_as_before(tmp_path):
+    save(tmp_path, step=1, tensors={"rng": {"torch": torch.get_rng_state()}}, state={})
+    expected = torch.rand(7)
+    torch.set_rng_state(load(tmp_path).tensors["rng"]["torch"])
+    assert torch.rand(7).equal(expected)
+
+
+def test_state_comes_back_exactly(tmp_path):
+    state = {"float": 0.1 + 0.2, "int": 2**80, "none": None, "nest": [{"é\n": [True]}]}
+    save(tmp_path, step=1, tensors={}, state=state)
+    assert load(tmp_path).state == state
+
+
+def test_save_returns_the_path_that_load_reports(tmp_path):
+    path = save(tmp_path / "a" / "b", **contents(13))
+    assert path == tmp_path / "a" / "b" / "step-000000000013"
+    found = load(tmp_path / "a" / "b")
+    assert (found.path, found.step, found.rejected) == (path, 13, [])
+
+
+def test_loaded_tensors_can_be_written_to(tmp_path):
+    save_steps(tmp_path, 1)
+    found = load(tmp_path)
+    found.tensors["model"]["weight"].add_(1)
+    assert_good(tmp_path, 1)
+
+
+# -------------------------------------------------------------------------- what stays
+
+
+def test_the_last_three_are_kept(tmp_path):
+    save_steps(tmp_path, 1, 2, 3, 5, 11)
+    assert names(tmp_path) == step_names(3, 5, 11)
+
+
+def test_keep_one_keeps_one(tmp_path):
+    save_steps(tmp_path, 1, 2, keep=1)
+    assert names(tmp_path) == step_names(2)
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path):
+    save_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "step-000000000002" / "state.json").unlink()
+    save_steps(tmp_path, 4)
+    assert names(tmp_path) == step_names(1, 2, 3, 4)
+    save_steps(tmp_path, 5)
+    assert names(tmp_path) == step_names(3, 4, 5)
+
+
+def test_a_newer_damaged_one_does_not_displace_what_is_saved(tmp_path):
+    save_steps(tmp_path, 1, 7)
+    (tmp_path / "step-000000000007" / "state.json").unlink()
+    save_steps(tmp_path, 2, 3, keep=1)
+    assert names(tmp_path) == step_names(3, 7)
+    assert_good(tmp_path, 3)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    save(tmp_path, step=2, tensors={}, state={"again": True})
+    assert names(tmp_path) == step_names(1, 2)
+    assert load(tmp_path).state == {"again": True}
+
+
+def test_saving_a_damaged_step_again_replaces_it(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "step-000000000002" / "manifest.json").unlink()
+    save_steps(tmp_path, 2)
+    assert names(tmp_path) == step_names(1, 2)
+    assert assert_good(tmp_path, 2).rejected == []
+
+
+def test_a_newer_good_one_does_not_displace_what_is_saved(tmp_path):
+    save_steps(tmp_path, 7)
+    save_steps(tmp_path, 2, keep=1)
+    assert names(tmp_path) == step_names(2, 7)
+
+
+def test_what_a_killed_replacement_left_is_used_and_then_removed(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    path = tmp_path / "step-000000000002"
+    path.rename(f"{path}.old")
+    assert assert_good(tmp_path, 2).rejected == []
+    shutil.copytree(f"{path}.old", path)
+    save_steps(tmp_path, 2)
+    assert names(tmp_path) == step_names(1, 2)
+
+
+def test_no_checkpoint_at_all_loads_as_none(tmp_path):
+    (tmp_path / f".tmp-{NO_SUCH_PID}-0a").mkdir()
+    assert load(tmp_path) is None
+    assert load(tmp_path / "missing") is None
+
+
+def test_none_good_among_some_is_an_error_naming_each(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    for path in tmp_path.iterdir():
+        (path / "state.json").unlink()
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path)
+    for name in step_names(1, 2):
+        assert f"{name}: 'state.json' is missing" in str(error.value)
+
+
+def test_a_directory_that_cannot_be_read_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot read"):
+        load(tmp_path / "file")
+
+
+def test_load_survives_a_trainer_that_saves_meanwhile(tmp_path, monkeypatch):
+    save_steps(tmp_path, 1)
+    read, calls = checkpoint._read_named, []
+
+    def read_late(path):
+        if not calls:
+            monkeypatch.undo()  # What save itself reads is not to wait.
+            save_steps(tmp_path, 2, keep=1)
+        calls.append(path)
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "_read_named", read_late)
+    assert assert_good(tmp_path, 2).rejected == []
+    assert calls[0].name == "step-000000000001"
+
+
+def test_sweep_removes_what_dead_processes_left(tmp_path, nursery):
+    save_steps(tmp_path, 1)
+    left = tmp_path / f".tmp-{NO_SUCH_PID}-0a"
+    own = tmp_path / f".tmp-{os.getpid()}-0b"
+    used = tmp_path / f".tmp-{nursery.process.pid}-0c"
+    for path in (left, own, used):
+        shutil.copytree(tmp_path / "step-000000000001", path)
+    checkpoint.sweep(tmp_path)
+    assert names(tmp_path) == [used.name, *step_names(1)]
+
+
+def test_sweep_of_a_missing_directory_does_nothing(tmp_path):
+    checkpoint.sweep(tmp_path / "missing")
+    assert names(tmp_path) == []
+
+
+# ----------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_model_that_is_not_finite_is_refused(tmp_path, bad):
+    save_steps(tmp_path, 1)
+    arguments = contents(2)
+    arguments["tensors"]["model"]["weight"][3, 1] = bad
+    with pytest.raises(ValueError, match="weight is not finite"):
+        save(tmp_path, **arguments)
+    assert names(tmp_path) == step_names(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": -1}, "step is -1"),
+        ({"step": 10**12}, "step is 10"),
+        ({"keep": 0}, "keep is 0"),
+        ({"tensors": {"../model": {}}}, "'../model'"),
+    ],
+    ids=str,
+)
+def test_impossible_arguments_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path, **(contents(1) | changes))
+    assert names(tmp_path) == []
+
+
+# --------------------------------------------------------------- failing file systems
+
+
+def write_beyond_the_limit(directory):
+    """Save with files limited to 64 KiB: what a full disk looks like from inside."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+    arguments = contents(2)
+    arguments["tensors"]["model"]["big"] = torch.zeros(2**18)
+    return error_of_save(Path(directory), arguments)
+
+
+def write_without_rights(directory, mode):
+    """Save to a directory of the given mode."""
+    os.chdir(directory)  # Its parents may be closed to other users.
+    os.chmod(".", 0o755)
+    save_steps(Path("checkpoints"), 1)
+    os.chmod("checkpoints", mode)
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # Root may write anywhere; nobody may not.
+    return error_of_save(Path("checkpoints"), contents(2))
+
+
+def error_of_save(directory, arguments):
+    try:
+        save(directory, **arguments)
+    except CheckpointError as error:
+        return [str(error), type(error.__cause__).__name__]
+    return None
+
+
+def test_a_full_disk_costs_no_old_checkpoint(tmp_path, nursery):
+    save_steps(tmp_path, 1)
+    message, cause = nursery(write_beyond_the_limit, tmp_path)
+    assert "step-000000000002 failed" in message
+    assert os.strerror(errno.EFBIG) in message
+    assert cause == "OSError"
+    assert names(tmp_path) == step_names(1)
+    assert_good(tmp_path, 1)
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000], ids=oct)
+def test_a_closed_directory_costs_no_old_checkpoint(tmp_path, nursery, mode):
+    message, cause = nursery(write_without_rights, tmp_path, mode)
+    os.chmod(tmp_path / "checkpoints", 0o755)
+    assert os.strerror(errno.EACCES) in message
+    assert cause == "PermissionError"
+    assert names(tmp_path / "checkpoints") == step_names(1)
+    assert_good(tmp_path / "checkpoints", 1)
+
+
+def test_a_failing_sync_is_an_error(tmp_path, monkeypatch):
+    def fail(fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    save_steps(tmp_path, 1)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="Input"):
+        patch.setattr(os, "fsync", fail)
+        save_steps(tmp_path, 2)
+    assert names(tmp_path) == step_names(1)
+
+
+def test_a_disk_that_stores_other_bytes_is_an_error(tmp_path, monkeypatch):
+    write = checkpoint._write
+
+    def write_wrongly(path, data):
+        write(path, data[:-1] + b"?" if path.name == "model.safetensors" else data)
+
+    save_steps(tmp_path, 1)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="sha256"):
+        patch.setattr(checkpoint, "_write", write_wrongly)
+        save_steps(tmp_path, 2)
+    assert names(tmp_path) == step_names(1)
+
+
+def test_files_are_synced_before_the_rename_and_the_directory_after(
+    tmp_path, monkeypatch
+):
+    save_steps(tmp_path, 1)
+    events = []
+    rename = Path.rename
+
+    def log_fsync(fd):
+        events.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+        FSYNC(fd)
+
+    def log_rename(path, target):
+        events.append(f"rename to {target.name}")
+        rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    monkeypatch.setattr(Path, "rename", log_rename)
+    save_steps(tmp_path, 2)
+    *files, folder, renamed, parent = events
+    assert sorted(files[:-1]) == ["model.safetensors", "rng.safetensors", "state.json"]
+    assert files[-1] == "manifest.json"
+    assert folder.startswith(".tmp-")
+    assert renamed == "rename to step-000000000002"
+    assert parent == tmp_path.name
+
+
+# ------------------------------------------------------------------------------ crashes
+
+
+CHANGES = ("open to write", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+
+def before_change(action, *, changes=CHANGES):
+    """Call `action(n)` right before this process's n-th change of the file system."""
+    count = itertools.count(1)
+
+    def hook(event, args):
+        if event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR):
+            event = "open to write"
+        if event in changes:
+            action(next(count))
+
+    sys.addaudithook(hook)
+
+
+def kill_at(number):
+    def kill(n):
+        if n == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return kill
+
+
+def disk_full_at(number):
+    def fail(n):
+        if n == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return fail
+
+
+def save_in_fork(directory, step, action, damaged=False, **kwargs):
+    """Save three steps, then one in a fork; return how the fork ended.
+
+    With `damaged`, the third is good only as what a killed replacement left.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    save_steps(directory, 1, 2, 3)
+    if damaged:
+        path = directory / "step-000000000003"
+        shutil.copytree(path, f"{path}.old")
+        (path / "state.json").unlink()
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            before_change(action, **kwargs)
+            save_steps(directory, step)
+            status = 0
+        except CheckpointError:
+            status = 74
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_at_each_change(directory, step, damaged):
+    directory = Path(directory)
+    for number in range(1, 1000):
+        status = save_in_fork(directory, step, kill_at(number), damaged)
+        assert status in (0, -signal.SIGKILL)
+        found = load(directory)
+        assert found.step in (3, step)
+        assert_good(directory, found.step)
+        # Nor does a half written or half deleted one look like a damaged one.
+        bad = [p for p in directory.glob("step-*") if not checkpoint._is_good(p)]
+        assert len(bad) <= damaged
+        checkpoint.sweep(directory)
+        assert not list(directory.glob(".tmp-*"))
+        save_steps(directory, step + 1)
+        assert names(directory)[-1:] == step_names(step + 1)
+        assert len(names(directory)) in (3, 3 + damaged)
+        if status == 0:
+            return number - 1
+    raise AssertionError("never came to the end of a save")
+
+
+def fail_at_each_change(directory, step):
+    directory = Path(directory)
+    for number in range(1, 1000):
+        # What fails while cleaning up can only be left to `sweep`.
+        action, changes = disk_full_at(number), CHANGES[:3]
+        status = save_in_fork(directory, step, action, changes=changes)
+        assert status in (0, 74)
+        assert load(directory).rejected == []
+        assert_good(directory, load(directory).step)
+        assert not list(directory.glob(".tmp-*"))
+        if status == 0:
+            return number - 1
+    raise AssertionError("never came to the end of a save")
+
+
+def kill_at_random_moments(directory, kills):
+    """Kill a saving process many times over; return (last step, kills in a save)."""
+    directory, rng = Path(directory), random.Random(SEED)
+    step = within_a_save = 0
+    for _ in range(kills):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            before_change(lambda n, pipe=writer: os.write(pipe, b"."))
+            for next_step in itertools.count(step + 1):
+                save_steps(directory, next_step)
+                os.write(writer, b"!")
+        os.close(writer)
+        progress = b"".join(os.read(reader, 1) for _ in range(rng.randrange(50)))
+        for _ in range(rng.randrange(10_000)):
+            pass  # Somewhere between two changes.
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        while rest := os.read(reader, 2**16):
+            progress += rest
+        os.close(reader)
+        known = step + progress.count(b"!")  # Saved, as the process was told.
+        within_a_save += bool(list(directory.glob(".tmp-*")))
+        checkpoint.sweep(directory)
+        found = load(directory)
+        if known == 0 and found is None:
+            continue
+        assert known <= found.step <= known + 1
+        assert found.rejected == []
+        assert_good(directory, found.step)
+        step = found.step
+    return [step, within_a_save]
+
+
+@pytest.mark.parametrize(
+    ("step", "damaged"),
+    [(4, False), (3, False), (3, True)],
+    ids=["new", "replaced", "damaged"],
+)
+def test_a_kill_before_any_change_of_the_disk_leaves_a_good_one(
+    tmp_path, nursery, step, damaged
+):
+    assert nursery(kill_at_each_change, tmp_path / "run", step, damaged) > 10
+
+
+@pytest.mark.parametrize("step", [3, 4], ids=["replaced", "new"])
+def test_an_error_at_any_change_of_the_disk_leaves_a_good_one(tmp_path, nursery, step):
+    assert nursery(fail_at_each_change, tmp_path / "run", step) > 5
+
+
+def test_kills_at_random_moments_lose_nothing(tmp_path, nursery):
+    step, within_a_save = nursery(kill_at_random_moments, tmp_path / "run", KILLS)
+    assert step > 0
+    assert within_a_save > 0
+
+
+# ------------------------------------------------------------------- damage and attacks
+
+
+def mutate(rng, directory, newest, other):
+    """Damage the newest checkpoint, or it and the next; return (what, how many)."""
+    path = rng.choice(sorted((directory / newest).iterdir()))
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data))
+    kind = rng.choice(["flip", "truncate", "insert", "delete", "swap", "copy", "add"])
+    if kind == "flip":
+        data[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+    elif kind == "truncate":
+        path.write_bytes(data[:at])
+    elif kind == "insert":
+        data[at:at] = rng.randbytes(rng.choice([1, 2, 3, 100]))
+        path.write_bytes(data)
+    elif kind == "delete":
+        path.unlink()
+    elif kind == "swap":
+        theirs = directory / other / path.name
+        path.write_bytes(theirs.read_bytes())
+        theirs.write_bytes(data)
+    elif kind == "copy":
+        path.write_bytes((directory / other / path.name).read_bytes())
+    elif kind == "add":
+        path.with_name(f"{rng.choice('abc')}.safetensors").write_bytes(data)
+    return f"{kind} {path.name} at {at}", 2 if kind == "swap" else 1
+
+
+def test_each_mutation_is_found_and_the_previous_good_one_used(tmp_path):
+    steps = (1, 2, 3)
+    save_steps(tmp_path, *steps)
+    originals = {path: path.read_bytes() for path in tmp_path.glob("*/*")}
+    rng = random.Random(SEED)
+    kinds = set()
+    for _ in range(MUTATIONS):
+        what, damaged = mutate(rng, tmp_path, *step_names(3, 2))
+        kinds.add(tuple(what.split()[:2]))
+        found = load(tmp_path)
+        assert found.step == 3 - damaged, what
+        assert len(found.rejected) == damaged, what
+        for name, line in zip(step_names(3, 2), found.rejected):
+            assert line.startswith(f"{tmp_path / name}: "), what
+            assert "\n" not in line, what
+        assert_good(tmp_path, found.step)
+        for path in set(tmp_path.glob("*/*")) - originals.keys():
+            path.unlink()
+        for path, data in originals.items():
+            if not path.exists() or path.read_bytes() != data:
+                path.write_bytes(data)
+    assert len(kinds) == 7 * 4  # Each kind has met each file.
+    assert assert_good(tmp_path, 3).rejected == []
+
+
+def test_a_flipped_bit_in_any_byte_of_the_manifest_is_found(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    rng = random.Random(SEED)
+    with (tmp_path / "step-000000000002" / "manifest.json").open("r+b") as file:
+        for at, byte in enumerate(file.read()):
+            for changed in (byte ^ 1 << rng.randrange(8), byte):
+                file.seek(at)
+                file.write(bytes([changed]))
+                file.flush()
+                assert load(tmp_path).step == (2 if changed == byte else 1), at
+
+
+def test_a_manifest_with_anything_else_in_it_is_found(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    path = tmp_path / "step-000000000002" / "manifest.json"
+    original = path.read_bytes()
+    for changed in (original + b" ", original.replace(b"{", b'{"note": 1,', 1)):
+        path.write_bytes(changed)
+        assert_passed_over(tmp_path, "manifest.json is not as it was written")
+
+
+def forge(path, step, files):
+    """Write a checkpoint whose manifest is right, as an attacker would."""
+    path.mkdir()
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    records = {name: checkpoint._record(data) for name, data in files.items()}
+    (path / "manifest.json").write_bytes(checkpoint._manifest(step, records))
+
+
+def with_header(header, data=b"", length=None):
+    """Return a safetensors file; `header` is JSON or what stands in its place."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def entry(start, end, shape=(3,), dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+class Bomb:
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+HOSTILE_TENSORS = {
+    "header of 2**63 bytes": with_header({}, length=2**63),
+    "header of 2**64 - 1 bytes": with_header({}, length=2**64 - 1),
+    "header beyond the file": with_header({}, length=1000),
+    "header too short": b"\x01",
+    "empty file": b"",
+    "header is a list": with_header([]),
+    "header is not unicode": with_header(b"{\xff}"),
+    "deep header": with_header(b'{"a":' * 100_000),
+    "overlapping": with_header({"a": entry(0, 12), "b": entry(4, 16)}, bytes(16)),
+    "the same twice": with_header({"a": entry(0, 12), "b": entry(0, 12)}, bytes(12)),
+    "hole": with_header({"a": entry(4, 16)}, bytes(16)),
+    "beyond the data": with_header({"a": entry(0, 12)}, bytes(8)),
+    "backwards": with_header({"a": entry(12, 0)}, bytes(12)),
+    "negative": with_header({"a": entry(-12, 0)}, bytes(12)),
+    "shape overflows": with_header({"a": entry(0, 0, (2**32, 2**32, 2**32))}, bytes(0)),
+    "shape without data": with_header({"a": entry(0, 12, (2**40,))}, bytes(12)),
+    "negative shape": with_header({"a": entry(0, 12, (-3,))}, bytes(12)),
+    "unknown dtype": with_header({"a": entry(0, 12, dtype="object")}, bytes(12)),
+    "dtype torch lacks": with_header({"a": entry(0, 6, (12,), "F4")}, bytes(6)),
+    "pickle": pickle.dumps(Bomb()),
+}
+HOSTILE_STATES = {
+    "deep": b"[" * 1_000_000,
+    "deep objects": b'{"a":' * 1_000_000,
+    "large integer": b'{"step": ' + b"9" * 100_000 + b"e",
+    "not unicode": b'"\xff\xfe"',
+    "not an object": b"[1, 2]",
+    "empty": b"",
+    "pickle": pickle.dumps(Bomb()),
+}
+HOSTILE_MANIFESTS = {
+    "list": b"[]",
+    "null": b"null",
+    "other program's": b'{"format": "pt", "version": 1}',
+    "nothing else": b'{"format": "torchbeast-checkpoint", "version": 1}',
+    "files is a list": b'{"format": "torchbeast-checkpoint", "version": 1, '
+    b'"step": 2, "files": ["state.json", "model.safetensors"]}',
+    "sizes are lists": b'{"format": "torchbeast-checkpoint", "version": 1, '
+    b'"step": 2, "files": {"state.json": [], "model.safetensors": []}}',
+    "version is a list": b'{"format": "torchbeast-checkpoint", "version": [1]}',
+    "deep": b"[" * 1_000_000,
+    "large": b" " * 2**21,
+    "escape sequences": b'{"format": "torchbeast-checkpoint", "version": "\\u001b[2J"}',
+}
+
+
+def assert_passed_over(directory, reason=""):
+    found = assert_good(directory, 1)
+    (line,) = found.rejected
+    assert line.startswith(f"{directory / 'step-000000000002'}: ")
+    assert reason in line
+    assert line.isprintable() and len(line) < 1000
+
+
+@pytest.mark.parametrize("name", HOSTILE_TENSORS)
+def test_hostile_tensors_are_passed_over(tmp_path, name):
+    save_steps(tmp_path, 1)
+    files = {"model.safetensors": HOSTILE_TENSORS[name], "state.json": b"{}"}
+    forge(tmp_path / "step-000000000002", 2, files)
+    assert_passed_over(tmp_path)
+
+
+@pytest.mark.parametrize("name", HOSTILE_STATES)
+def test_hostile_state_is_passed_over(tmp_path, name):
+    save_steps(tmp_path, 1)
+    forge(tmp_path / "step-000000000002", 2, {"state.json": HOSTILE_STATES[name]})
+    assert_passed_over(tmp_path)
+
+
+@pytest.mark.parametrize("name", HOSTILE_MANIFESTS)
+def test_hostile_manifests_are_passed_over(tmp_path, name):
+    save_steps(tmp_path, 1, 2)
+    path = tmp_path / "step-000000000002"
+    (path / "manifest.json").write_bytes(HOSTILE_MANIFESTS[name])
+    reasons = {"other program's": "not describe", "large": "has 2097152 bytes"}
+    assert_passed_over(tmp_path, reasons.get(name, ""))
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
+    save_steps(tmp_path, 1)
+    (tmp_path / "outside").mkdir()
+    for name in ("../outside/model.safetensors", f"{tmp_path}/outside/a.safetensors"):
+        forge(tmp_path / "step-000000000002", 2, {"state.json": b"{}", name: b"bytes"})
+        assert_passed_over(tmp_path, f"{name!r} is missing")
+        shutil.rmtree(tmp_path / "step-000000000002")
+
+
+def test_links_and_pipes_are_passed_over(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    path = tmp_path / "step-000000000002" / "state.json"
+    path.rename(tmp_path / "state.json")
+    path.symlink_to(tmp_path / "state.json")  # With the right bytes.
+    assert_passed_over(tmp_path, "'state.json' is not a regular file")
+    path.unlink()
+    os.mkfifo(path)  # Reading it would wait for ever.
+    assert_passed_over(tmp_path, "'state.json' is not a regular file")
+
+
+def test_a_linked_checkpoint_is_passed_over(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "step-000000000002").rename(tmp_path / "elsewhere")
+    (tmp_path / "step-000000000002").symlink_to(tmp_path / "elsewhere")
+    assert_passed_over(tmp_path, "symbolic link")
+
+
+def test_a_file_in_a_checkpoint_s_place_is_passed_over_and_replaced(tmp_path):
+    save_steps(tmp_path, 1)
+    (tmp_path / "step-000000000002").write_bytes(b"not a folder")
+    assert_passed_over(tmp_path, "NotADirectoryError")
+    save_steps(tmp_path, 2)
+    assert names(tmp_path) == step_names(1, 2)
+
+
+def test_another_program_s_file_is_passed_over_even_if_listed(tmp_path):
+    save_steps(tmp_path, 1)
+    files = {"state.json": b"{}", "model.pkl": pickle.dumps(Bomb())}
+    forge(tmp_path / "step-000000000002", 2, files)
+    assert_passed_over(tmp_path, "'model.pkl' does not belong")
+
+
+def test_a_checkpoint_of_another_step_s_name_is_passed_over(tmp_path):
+    save_steps(tmp_path, 1)
+    shutil.copytree(tmp_path / "step-000000000001", tmp_path / "step-000000000002")
+    assert_passed_over(tmp_path, "manifest.json is of step 1")
+
+
+def test_an_unknown_format_version_is_passed_over(tmp_path, monkeypatch):
+    save_steps(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "VERSION", checkpoint.VERSION + 1)
+        save_steps(tmp_path, 2)
+    assert_passed_over(tmp_path, "format version 2; this program reads version 1")
+
+
+def test_an_unknown_name_is_passed_over(tmp_path):
+    save_steps(tmp_path, 1)
+    (tmp_path / "step-best\n").mkdir()
+    (line,) = assert_good(tmp_path, 1).rejected
+    assert "its name is not step-<12 digits>" in line
+    assert line.isprintable()
+
+
+def pickle_events(directory):
+    """Save and load; return what was unpickled meanwhile, and with a control."""
+    events = []
+    sys.addaudithook(
+        lambda event, args: event.startswith("pickle.") and events.append(str(args))
+    )
+    save_steps(Path(directory), 1)
+    load(Path(directory))
+    seen = list(events)
+    pickle.loads(pickle.dumps(Path))  # The hook does see it.
+    return [seen, events]
+
+
+def test_nothing_is_unpickled(tmp_path, nursery):
+    seen, control = nursery(pickle_events, tmp_path)
+    assert seen == []
+    assert control != []
+
+
+# ----------------------------------------------------------- optimizers and mismatches
+
+
+def make_model():
+    torch.manual_seed(SEED)
+    return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
+
+
+def make_optimizer(kind, model):
+    optimizer, options = OPTIMIZERS[kind]
+    return optimizer(model.parameters(), **options)
+
+
+def update(optimizer, model, updates):
+    """Do the same updates whenever called with the same ones."""
+    for number in updates:
+        generator = torch.Generator().manual_seed(number)
+        inputs = torch.randn(7, 5, generator=generator)
+
+        def closure(inputs=inputs):
+            optimizer.zero_grad()
+            loss = model(inputs).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def trained(kind):
+    model = make_model()
+    optimizer = make_optimizer(kind, model)
+    update(optimizer, model, range(3))
+    return optimizer, model
+
+
+def through_a_file(directory, optimizer, model):
+    tensors, state = checkpoint.optimizer_state(optimizer, model)
+    save(directory, step=1, tensors={"optimizer": tensors}, state=state)
+    found = load(directory)
+    return found.tensors["optimizer"], found.state
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_updates_go_on_bit_equal_after_a_round_trip(tmp_path, kind):
+    optimizer, model = trained(kind)
+    tensors, state = through_a_file(tmp_path, optimizer, model)
+    assert any(tensor.any() for tensor in tensors.values())  # Not a fresh one's.
+
+    resumed = make_model()
+    resumed.load_state_dict(model.state_dict())
+    resumed_optimizer = make_optimizer(kind, resumed)
+    checkpoint.restore_optimizer(resumed_optimizer, resumed, tensors, state)
+
+    update(optimizer, model, range(3, 6))
+    update(resumed_optimizer, resumed, range(3, 6))
+    assert_same_tensors(resumed.state_dict(), model.state_dict())
+    after, state_after = checkpoint.optimizer_state(optimizer, model)
+    after_resumed, state_resumed = checkpoint.optimizer_state(
+        resumed_optimizer, resumed
+    )
+    assert_same_tensors(after_resumed, after)
+    assert state_resumed == state_after
+
+
+def test_options_of_each_group_come_back_and_functions_stay(tmp_path):
+    def new(lr, betas, schedule):
+        return torch.optim.Adam(
+            [
+                {"params": model[1].parameters(), "lr": lr, "schedule": schedule},
+                {"params": model[0].parameters(), "betas": betas, "note": [None, "a"]},
+            ]
+        )
+
+    model = make_model()
+    old = new(0.1 + 0.2, (0.5, 0.75), abs)
+    tensors, state = through_a_file(tmp_path, old, model)
+    optimizer = new(0.5, (0.1, 0.2), max)
+    checkpoint.restore_optimizer(optimizer, model, tensors, state)
+    first, second = optimizer.param_groups
+    assert (first["lr"], first["schedule"]) == (0.1 + 0.2, max)
+    assert (second["betas"], second["note"]) == ((0.5, 0.75), [None, "a"])
+
+
+def test_restoring_copies_the_tensors():
+    optimizer, model = trained("Adam")
+    tensors, state = checkpoint.optimizer_state(optimizer, model)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    checkpoint.restore_optimizer(optimizer, model, tensors, state)
+    update(optimizer, model, range(2))
+    assert_same_tensors(tensors, before)
+
+
+def test_another_optimizer_is_a_mismatch():
+    optimizer, model = trained("Adam")
+    tensors, state = checkpoint.optimizer_state(optimizer, model)
+    with pytest.raises(CheckpointMismatch, match="file Adam, this run SGD"):
+        checkpoint.restore_optimizer(
+            make_optimizer("SGD", model), model, tensors, state
+        )
+
+
+def test_other_parameters_are_a_mismatch():
+    optimizer, model = trained("Adam")
+    tensors, state = checkpoint.optimizer_state(optimizer, model)
+    smaller = torch.nn.ModuleDict({"0": model[0], "core": torch.nn.Linear(5, 3)})
+    with pytest.raises(CheckpointMismatch) as error:
+        checkpoint.restore_optimizer(
+            make_optimizer("Adam", smaller), smaller, tensors, state
+        )
+    assert str(error.value) == (
+        "optimizer: missing core.bias; missing core.weight; "
+        "unknown 1.bias; unknown 1.weight"
+    )
+
+
+def test_parameters_in_another_order_are_a_mismatch():
+    optimizer, model = trained("Adam")
+    tensors, state = checkpoint.optimizer_state(optimizer, model)
+    turned = torch.optim.Adam(list(model.parameters())[::-1])
+    with pytest.raises(CheckpointMismatch, match="in another order"):
+        checkpoint.restore_optimizer(turned, model, tensors, state)
+
+
+def test_a_missing_tensor_of_the_optimizer_is_a_mismatch():
+    optimizer, model = trained("Adam")
+    tensors, state = checkpoint.optimizer_state(optimizer, model)
+    del tensors["1.bias/exp_avg"]
+    with pytest.raises(CheckpointMismatch, match="missing 1.bias/exp_avg"):
+        checkpoint.restore_optimizer(optimizer, model, tensors, state)
+
+
+def test_a_parameter_that_is_not_the_model_s_is_refused():
+    optimizer, _ = trained("Adam")
+    with pytest.raises(ValueError, match="4 of the optimizer's parameters"):
+        checkpoint.optimizer_state(optimizer, make_model())
+
+
+def test_optimizer_state_that_json_cannot_hold_is_refused():
+    optimizer, model = trained("Adam")
+    optimizer.state[model[1].bias]["seen"] = {1, 2}
+    with pytest.raises(ValueError, match=r"1\.bias/seen is a set"):
+        checkpoint.optimizer_state(optimizer, model)
+
+
+def test_equal_tensors_pass_the_check():
+    tensors = make_model().state_dict()
+    checkpoint.check_tensors(tensors, dict(reversed(tensors.items())), what="model")
+
+
+def test_each_difference_is_named_in_one_line():
+    ours = {
+        "policy.weight": torch.zeros(18, 512),
+        "core.weight_ih_l0": torch.zeros(3),
+        "steps": torch.zeros((), dtype=torch.int64),
+    }
+    file = {
+        "policy.weight": torch.zeros(6, 512),
+        "steps": torch.zeros(()),
+        "old": torch.zeros(5),
+    }
+    with pytest.raises(CheckpointMismatch) as error:
+        checkpoint.check_tensors(ours, file, what="model")
+    assert str(error.value) == (
+        "model: policy.weight: file [6,512], model [18,512]; "
+        "steps: file float32[], model int64[]; missing core.weight_ih_l0; unknown old"
+    )
+
+
+def test_many_differences_are_counted():
+    ours = {f"layer{i:02}": torch.zeros(3) for i in range(11)}
+    with pytest.raises(CheckpointMismatch, match="missing layer07; and 3 more$"):
+        checkpoint.check_tensors(ours, {}, what="model")
