@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test mode: play full games with a trained policy, report returns, record videos."""
+
+import contextlib
+import csv
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.environment import Environments
+from core.spaces import Nest, map_nest
+
+# (row [1, ...], recurrent state) -> (actions [1, ...], recurrent state).
+Policy = Callable[[Nest, Any], tuple[np.ndarray, Any]]
+
+
+@dataclasses.dataclass
+class Game:
+    """One full game: all lives, up to its end or its time limit."""
+
+    game_return: float  # Sum of unclipped rewards.
+    steps: int  # Agent steps.
+    life_returns: list[float]  # Of the episodes in it; one unless lives end episodes.
+
+
+def play(
+    envs: Environments,
+    policy: Policy,
+    state: Any,
+    *,
+    num_games: int,
+    video_dir: Path | None = None,
+) -> Iterator[Game]:
+    """Play `num_games` games one after another; yield each as it ends.
+
+    Args:
+      envs: one environment. With `video_dir` it must render "rgb_array".
+      state: the recurrent state of a new episode.
+      video_dir: where `game-000.mp4`... go; made if it is missing.
+    """
+    assert len(envs.envs) == 1, len(envs.envs)
+    row = map_nest(lambda s: np.zeros((1, *s.shape), s.dtype), envs.row_spec)
+    envs.reset(row)
+    for number in range(num_games):
+        lives: list[float] = []
+        with contextlib.ExitStack() as stack:
+            add_frame = None
+            if video_dir is not None:
+                path = video_dir / f"game-{number:03d}.mp4"
+                add_frame = stack.enter_context(_video(path, envs.envs[0]))
+            while True:
+                if add_frame is not None:
+                    add_frame(np.asarray(envs.envs[0].render()))
+                actions, state = policy(row, state)
+                envs.step(actions, row)
+                ended = not math.isnan(row["info"]["game_return"][0])
+                if row["truncated"][0] or row["done"][0]:
+                    lives.append(float(row["episode_return"][0]))
+                if ended:
+                    break
+        info = row["info"]
+        yield Game(float(info["game_return"][0]), int(info["game_step"][0]), lives)
+        if row["truncated"][0]:  # One more step, which executes nothing, resets it.
+            actions, state = policy(row, state)
+            envs.step(actions, row)
+
+
+@contextlib.contextmanager
+def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
+    """Write frames [H, W, 3] uint8 to an mp4 file; yields what adds one."""
+    import imageio.v2 as imageio  # Not needed to train.
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fps = float(env.metadata.get("render_fps") or 30)
+    # H.264 wants even sides; the players' default of 16 would stretch Atari's.
+    writer = imageio.get_writer(path, fps=fps, macro_block_size=2)
+    try:
+        yield writer.append_data
+    finally:
+        writer.close()
+
+
+def report(
+    games: Iterator[Game], run_dir: Path, *, step: int, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Print each game as it ends, then mean, standard error, minimum and maximum.
+
+    Everything is also written to `run_dir/test-<time>.csv`; the last line printed is
+    one JSON object with `episodes`, `mean_return`, `stderr` and more.
+
+    Args:
+      step: of the checkpoint.
+      settings: what else the JSON object should say, such as the seed.
+    """
+    path = run_dir / time.strftime("test-%Y%m%d-%H%M%S.csv")
+    played: list[Game] = []
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["game", "return", "steps", "episodes", "mean_life_return"])
+        for game in games:
+            played.append(game)
+            per_life = statistics.fmean(game.life_returns)
+            table.writerow(
+                [
+                    len(played) - 1,
+                    game.game_return,
+                    game.steps,
+                    len(game.life_returns),
+                    per_life,
+                ]
+            )
+            file.flush()
+            print(
+                f"Game {len(played)}: return {game.game_return:g} in {game.steps} "
+                f"steps, {len(game.life_returns)} episode(s) of mean return "
+                f"{per_life:g}",
+                flush=True,
+            )
+    returns = [game.game_return for game in played]
+    lives = [r for game in played for r in game.life_returns]
+    spread = statistics.stdev(returns) if len(returns) > 1 else 0.0
+    result = {
+        "episodes": len(returns),
+        "mean_return": statistics.fmean(returns),
+        "stderr": spread / math.sqrt(len(returns)),
+        "min": min(returns),
+        "max": max(returns),
+        "mean_life_return": statistics.fmean(lives),
+        "mean_steps": statistics.fmean(game.steps for game in played),
+        "step": step,
+        "csv": str(path),
+        **settings,
+    }
+    print(
+        f"{result['episodes']} full games: mean return {result['mean_return']:.2f} +- "
+        f"{result['stderr']:.2f} (standard error), min {result['min']:g}, max "
+        f"{result['max']:g}; per life {result['mean_life_return']:.2f}"
+    )
+    print(json.dumps(result))
+    return result

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that more than one program has, each declared once, and their checks.
+
+Needs neither torch nor a compiler: the environment servers parse flags too.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def whole(at_least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers >= `at_least`, for `type=`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text.replace("_", ""))
+        except ValueError:
+            value = at_least - 1
+        if value < at_least:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number >= {at_least}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def number(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """Return a parser of finite numbers in [low, high], for `type=`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and math.isfinite(value)):
+            bounds = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+            raise argparse.ArgumentTypeError(
+                f"expected a number {bounds}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Parse a comma list of names, for `type=`."""
+    return tuple(name for name in text.split(",") if name)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not 'None', 'False' or '()', which say nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == ():
+            return action.help
+        return super()._get_help_string(action)
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--mode",
+        choices=["train", "test", "test_render"],
+        default="train",
+        help="train; play full games with a run's newest checkpoint; or show them in a "
+        "window",
+    )
+    run.add_argument(
+        "--xpid",
+        help="name of the run, a folder in --savedir. An existing run goes on where it "
+        "stopped. '{env}' becomes the name of the environment. Default: a time stamp "
+        "when training, the latest run when testing",
+    )
+    run.add_argument(
+        "--savedir", default="~/logs/torchbeast", help="folder that holds the runs"
+    )
+    run.add_argument(
+        "--seed",
+        type=whole(0),
+        help="what environments, weights and sampled actions are seeded with. Default: "
+        "drawn at random, and recorded in meta.json",
+    )
+    run.add_argument(
+        "--disable_checkpoint",
+        action="store_true",
+        help="write no checkpoints: nothing can be resumed or tested",
+    )
+    run.add_argument(
+        "--checkpoint_interval_s",
+        type=number(0),
+        default=600.0,
+        help="seconds between checkpoints; there is one at every kind of end too",
+    )
+    run.add_argument(
+        "--log_interval_s",
+        type=number(0),
+        default=5.0,
+        help="seconds between rows of logs.csv",
+    )
+    run.add_argument(
+        "--stall_timeout_s",
+        type=number(1),
+        default=300.0,
+        help="a run whose step count stands still this long dumps all stacks, writes a "
+        "checkpoint and stops",
+    )
+    run.add_argument(
+        "--wandb",
+        action="store_true",
+        help="log to Weights & Biases too (pip install wandb)",
+    )
+    run.add_argument(
+        "--num_episodes",
+        type=whole(1),
+        default=10,
+        help="test: number of full games to play",
+    )
+    run.add_argument(
+        "--greedy",
+        action="store_true",
+        help="test: take the likeliest action instead of sampling as in training",
+    )
+    run.add_argument(
+        "--video",
+        action="store_true",
+        help="test: write every game to an mp4 file in the run's folder",
+    )
+
+
+def add_environment_flags(parser: argparse.ArgumentParser) -> None:
+    env = parser.add_argument_group("environment")
+    env.add_argument(
+        "--env",
+        default="PongNoFrameskip-v4",
+        help="a Gymnasium id, 'package.module:function', 'gym:ID' for classic gym, or "
+        "the built-in Catch or Memory",
+    )
+    env.add_argument(
+        "--info_keys",
+        type=names,
+        default=(),
+        help="comma list of scalar entries of the environment's info to log",
+    )
+    atari = parser.add_argument_group("environment, Atari only")
+    atari.add_argument(
+        "--atari_protocol",
+        choices=["impala", "machado"],
+        help="impala (the default): a lost life ends the episode, minimal actions, no "
+        "sticky actions. machado (Machado et al. 2018): full games, all 18 actions, "
+        "sticky actions with probability 0.25. The flags below change single points",
+    )
+    atari.add_argument(
+        "--episodic_life",
+        action=argparse.BooleanOptionalAction,
+        help="end the agent's episode when a life is lost",
+    )
+    atari.add_argument(
+        "--sticky_actions",
+        type=number(0, 1),
+        metavar="P",
+        help="probability that the emulator repeats the previous action",
+    )
+    atari.add_argument(
+        "--full_action_space",
+        action=argparse.BooleanOptionalAction,
+        help="all 18 actions instead of those the game uses",
+    )
+    atari.add_argument(
+        "--noop_max",
+        type=whole(0),
+        metavar="N",
+        help="up to N no-op actions after a reset (default 30)",
+    )
+    atari.add_argument(
+        "--frame_skip",
+        type=whole(1),
+        metavar="N",
+        help="emulator frames per agent step (default 4)",
+    )
+
+
+ATARI_FLAGS = (
+    "atari_protocol",
+    "episodic_life",
+    "sticky_actions",
+    "full_action_space",
+    "noop_max",
+    "frame_skip",
+)
+
+
+def add_loss_flags(parser: argparse.ArgumentParser) -> None:
+    loss = parser.add_argument_group("loss (sums over T and B)")
+    loss.add_argument(
+        "--entropy_cost",
+        type=number(0),
+        default=0.01,
+        help="weight of the entropy bonus",
+    )
+    loss.add_argument(
+        "--baseline_cost",
+        type=number(0),
+        default=0.5,
+        help="weight of the baseline loss, itself half the squared error",
+    )
+    loss.add_argument(
+        "--discounting", type=number(0, 1), default=0.99, help="discount per step"
+    )
+    loss.add_argument(
+        "--reward_clipping",
+        choices=["abs_one", "none"],
+        default="abs_one",
+        help="clip rewards to [-1, 1] in the loss and in the network's input",
+    )
+
+
+def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
+    optimizer = parser.add_argument_group("optimizer (RMSProp)")
+    optimizer.add_argument(
+        "--learning_rate",
+        type=number(0),
+        default=0.0006,
+        help="at the start; falls linearly to 0 over --total_steps",
+    )
+    optimizer.add_argument(
+        "--alpha", type=number(0, 1), default=0.99, help="RMSProp smoothing constant"
+    )
+    optimizer.add_argument(
+        "--momentum", type=number(0, 1), default=0.0, help="RMSProp momentum"
+    )
+    optimizer.add_argument(
+        "--epsilon",
+        type=number(1e-10),  # At 0 a gradient of 0 would make a weight NaN.
+        default=0.01,
+        help="RMSProp epsilon, added outside the square root",
+    )
+    optimizer.add_argument(
+        "--grad_norm_clipping",
+        type=number(0),
+        default=40.0,
+        help="largest global gradient norm; 0 turns clipping off",
+    )
+
+
+def check_common(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
+) -> None:
+    """Refuse combinations of the shared flags that make no sense (exit status 2)."""
+    if not is_atari:
+        for flag in ATARI_FLAGS:
+            value = getattr(flags, flag)
+            if value is not None:
+                parser.error(
+                    f"--{flag} is {value} but --env is {flags.env}, which is not an "
+                    f"Atari game made by ALE. Leave --{flag} out."
+                )
+    for key in ("game_return", "game_step"):
+        if key in flags.info_keys:
+            parser.error(
+                f"--info_keys has {key!r}, but that is what each row's info says of "
+                "full games. Leave it out, or rename it in the environment."
+            )
+    if flags.mode == "train":
+        for flag in ("video", "greedy"):
+            if getattr(flags, flag):
+                parser.error(
+                    f"--{flag} is set but --mode is train: it is for testing. Add "
+                    "--mode test, or leave it out."
+                )
+    if flags.mode == "test_render" and flags.video:
+        parser.error(
+            "--video is set but --mode is test_render: games go to a window or to "
+            "files. Use --mode test --video."
+        )
+    if flags.xpid is not None and ("/" in flags.xpid or flags.xpid in ("", ".", "..")):
+        parser.error(
+            f"--xpid is {flags.xpid!r} but must be a plain folder name inside "
+            "--savedir. Put the path into --savedir."
+        )

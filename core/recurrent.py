@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An LSTM over rollouts, whose episodes end anywhere, without a loop over time."""
+
+import torch
+from torch import nn
+
+
+def unroll_lstm(
+    lstm: nn.LSTM,
+    x: torch.Tensor,
+    done: torch.Tensor,
+    state: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Run an LSTM over rows with episode ends in them, without a loop over time.
+
+    Each column is cut where an episode begins; the pieces run side by side as one
+    packed sequence, each from a zero state unless it continues the stored one.
+
+    Args:
+      x: [T, B, features].  done: [T, B] bool.  state: two of [layers, B, hidden].
+
+    Returns:
+      [T, B, hidden], and the state after the last row.
+    """
+    T, B, _ = x.shape
+    state = tuple(s.masked_fill(done[0].view(1, B, 1), 0.0) for s in state)
+    if T == 1 or not done[1:].any():  # Syncs with the device.
+        return lstm(x, state)
+
+    # Number the rows column by column: row (t, b) is b * T + t.
+    starts = done.T.clone()  # [B, T]
+    starts[:, 0] = True
+    first = starts.flatten().nonzero().squeeze(1)  # [P]: where each piece begins
+    piece = starts.flatten().cumsum(0) - 1  # [B*T]: the piece that each row is in
+    length = first.diff(append=first.new_tensor([B * T]))
+    # Packing wants the longest first, and all pieces' k-th rows next to each other.
+    by_length = length.argsort(descending=True, stable=True)
+    rank = torch.empty_like(by_length)
+    rank[by_length] = torch.arange(len(first), device=x.device)
+    k = torch.arange(B * T, device=x.device) - first[piece]
+    order = (k * len(first) + rank[piece]).argsort()
+    packed = nn.utils.rnn.PackedSequence(
+        x.transpose(0, 1).flatten(0, 1)[order], k.bincount().cpu()
+    )
+    begins = state[0].new_zeros(state[0].shape[0], len(first), state[0].shape[2])
+    opening = rank[piece[::T]]  # [B]: the packed place of each column's first piece
+    closing = rank[piece[T - 1 :: T]]
+    starting = tuple(begins.index_copy(1, opening, s) for s in state)
+    out, ending = lstm(packed, starting)
+    y = torch.empty_like(out.data)
+    y = y.index_copy(0, order, out.data)  # [B*T, hidden]
+    return y.view(B, T, -1).transpose(0, 1), tuple(s[:, closing] for s in ending)

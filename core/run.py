@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run: the learner's counters, and the folder that lets the run go on.
+
+Both trainers keep the same things in the same places, so that their runs can be
+resumed, compared and tested alike:
+
+    <savedir>/<xpid>/
+      meta.json       flags, seeds, versions, commit, host, every start
+      logs.csv        one row every --log_interval_s; fields.csv explains the columns
+      out.log         what the terminal said;  tensorboard/  the same as events
+      checkpoints/    the last three good ones
+"""
+
+import argparse
+import contextlib
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from core import checkpoint, metrics
+from core.losses import ImpalaLoss
+from core.spaces import Nest, leaves, map_nest
+from core.supervise import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_BAD_UPDATES = 10  # Non-finite updates in a row that stop the run.
+
+
+class Learner:
+    """The network being trained, its optimizer, and the counters that go with them.
+
+    Learner threads and the main thread share it: `lock` is held for every update and
+    every snapshot, so that a checkpoint never holds half an update.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        flags: argparse.Namespace,
+    ):
+        self.net = net
+        self.optimizer = optimizer
+        self._flags = flags
+        self.lock = threading.Lock()
+        # Guarded by `lock`:
+        self.step = 0  # Agent steps learned from.
+        self.updates = 0  # Optimizer steps: the version of the weights.
+        self.skipped = 0  # Updates left out because something was not finite.
+        self.skipped_in_a_row = 0
+        self.episodes = metrics.EpisodeStats()
+        # Between two rows of the log; has a lock of its own.
+        self.averages = metrics.Averages()
+
+    def finished(self) -> bool:
+        return self.step >= self._flags.total_steps
+
+    def update(self, parts: Sequence[ImpalaLoss], batch: Nest) -> None:
+        """Take one optimizer step with the present gradient. Needs the lock.
+
+        The learning rate falls linearly to 0 over --total_steps; the gradient's global
+        norm is clipped. If the loss or the gradient is not finite, the step is left
+        out: one NaN would make every weight NaN.
+
+        Args:
+          parts: the losses, each of as many columns, whose gradient it is.
+          batch: the numpy rollouts behind them, [T + 1, B, ...].
+
+        Raises:
+          FloatingPointError: that was the last of MAX_BAD_UPDATES such steps in a row.
+        """
+        flags = self._flags
+        for group in self.optimizer.param_groups:
+            group["lr"] = flags.learning_rate * (1 - self.step / flags.total_steps)
+        grad_norm = nn.utils.clip_grad_norm_(
+            self.net.parameters(), flags.grad_norm_clipping or float("inf")
+        )
+        total_loss = sum(part.total.item() for part in parts)  # Syncs with the device.
+        if math.isfinite(total_loss) and torch.isfinite(grad_norm):
+            self.optimizer.step()
+            self.updates += 1
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+        T, B = batch["done"][1:].shape
+        self.step += T * B
+        self._record(parts, grad_norm.item(), batch)
+        if self.skipped_in_a_row >= MAX_BAD_UPDATES:
+            raise FloatingPointError(
+                f"{self.skipped_in_a_row} updates in a row had a loss "
+                f"({total_loss}) or gradient norm ({grad_norm.item()}) that is "
+                f"not finite; {_describe_not_finite(batch)} The weights are as they "
+                "were before. Lower --learning_rate, or check the environment's "
+                "observations."
+            )
+
+    def _record(
+        self, parts: Sequence[ImpalaLoss], grad_norm: float, batch: Nest
+    ) -> None:
+        rows = map_nest(lambda x: x[1:], batch)  # Row 0 was another rollout's last.
+        self.episodes.add_episodes(rows["episode_return"][rows["done"]])
+        info = rows["info"]
+        ended = ~np.isnan(info["game_return"])
+        self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
+        lag = self.updates - rows["policy_version"]
+        self.averages.add(
+            total_loss=sum(part.total.item() for part in parts),
+            pg_loss=sum(part.pg.item() for part in parts),
+            baseline_loss=sum(part.baseline.item() for part in parts),
+            entropy_loss=sum(part.entropy.item() for part in parts),
+            entropy=fmean(part.mean_entropy.item() for part in parts),
+            mean_rho=fmean(part.mean_rho.item() for part in parts),
+            grad_norm=grad_norm,
+            policy_lag_mean=lag.mean(),
+        )
+        self.averages.add_max(policy_lag_max=lag.max())
+        for key in self._flags.info_keys:
+            values = info[key][np.isfinite(info[key])]
+            if values.size:
+                self.averages.add(**{f"info_{key}": values.mean()})
+
+    def state(self) -> dict[str, Any]:
+        """Return the counters, for `restore`. Needs the lock."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "episodes": self.episodes.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.updates = state["updates"]
+        self.skipped = state["skipped"]
+        self.episodes.restore(state["episodes"])
+
+
+def _describe_not_finite(batch: Nest) -> str:
+    """Name the parts of a batch that are not finite, as a sentence."""
+    bad = [
+        name
+        for name, x in leaves({k: v for k, v in batch.items() if k != "info"})
+        if x.dtype.kind == "f" and not np.isfinite(x).all()
+    ]
+    return (
+        f"not finite in the batch: {', '.join(bad)}."
+        if bad
+        else "the batch itself is finite."
+    )
+
+
+# What a checkpoint holds beyond the learner: (for JSON, groups of tensors).
+ExtraState = Callable[[], tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]]
+
+
+class Run:
+    """A run's folder and all that is written there: checkpoints, logs, status line.
+
+    Used by the main thread.
+    """
+
+    def __init__(
+        self,
+        flags: argparse.Namespace,
+        run_dir: Path,
+        learner: Learner,
+        *,
+        frames_per_step: int,
+    ):
+        self.flags = flags
+        self.learner = learner
+        self.extra_state: ExtraState = lambda: ({}, {})
+        self._run_dir = run_dir
+        self._frames_per_step = frames_per_step
+        self._checkpoints = run_dir / "checkpoints"
+        self._earlier_s = 0.0  # Training time before the last resume.
+
+    def resume(self) -> checkpoint.Checkpoint | None:
+        """Continue from the newest good checkpoint; return it, or None in a new run.
+
+        Raises:
+          CheckpointError: there are checkpoints, and none is good.
+          ConfigError: the checkpoint was made with another environment or network.
+        """
+        checkpoint.sweep(self._checkpoints)
+        found = checkpoint.load(self._checkpoints)
+        if found is None:
+            return None
+        for line in found.rejected:
+            log.warning("Checkpoint not used: %s", line)
+        flags, state, learner = self.flags, found.state, self.learner
+        for key in ("env", "model", "use_lstm"):
+            if state["flags"][key] != getattr(flags, key):
+                raise ConfigError(
+                    f"--{key} is {getattr(flags, key)} but run {flags.xpid} was "
+                    f"trained with {state['flags'][key]}. Choose another --xpid, or "
+                    f"leave --{key} as it was."
+                )
+        model, optimizer = found.tensors["model"], found.tensors["optimizer"]
+        checkpoint.check_tensors(learner.net.state_dict(), model, what="model")
+        learner.net.load_state_dict(model)
+        checkpoint.restore_optimizer(
+            learner.optimizer, learner.net, optimizer, state["optimizer"]
+        )
+        learner.restore(state["learner"])
+        self._earlier_s = state["time_s"]
+        restore_rng(state["rng"], found.tensors["rng"])
+        log.info("Run %s goes on from step %d", flags.xpid, learner.step)
+        for key, old in state["flags"].items():
+            new = _plain(getattr(flags, key, old))
+            if new != old:
+                log.info("  --%s was %s and is now %s", key, old, new)
+        return found
+
+    @contextlib.contextmanager
+    def open(self, *, resumed: bool) -> Iterator[None]:
+        """Open the logs; write the last checkpoint at the end, however that comes."""
+        flags, learner = self.flags, self.learner
+        self._started = self._last_log = self._last_save = time.monotonic()
+        self._last_step = learner.step
+        with contextlib.ExitStack() as stack:
+            self._log = stack.enter_context(
+                metrics.RunLog(
+                    self._run_dir,
+                    info_keys=flags.info_keys,
+                    resume_step=learner.step if resumed else None,
+                    wandb=flags.wandb,
+                    config={key: _plain(value) for key, value in vars(flags).items()},
+                )
+            )
+            self._status = stack.enter_context(
+                metrics.StatusLine(flags.total_steps, start_step=learner.step)
+            )
+            try:
+                yield
+            except BaseException:
+                try:
+                    self.save()
+                except Exception as error:  # The first failure is the one to report.
+                    log.error("No checkpoint of the end: %s", error)
+                raise
+            self.save()
+
+    def tick(self, stats: dict[str, Any]) -> None:
+        """Log and save what is due.
+
+        Args:
+          stats: columns of the log that only the trainer knows.
+        """
+        now = time.monotonic()
+        if now - self._last_log >= self.flags.log_interval_s:
+            self.log(stats)
+        if now - self._last_save >= self.flags.checkpoint_interval_s:
+            try:
+                self.save()
+            except checkpoint.CheckpointError as error:
+                # The old ones are intact, and the disk may have room again next time.
+                log.warning("%s. Training goes on.", error)
+
+    def log(self, stats: dict[str, Any]) -> None:
+        """Write one row of logs.csv, and show the same; nothing if no step was made."""
+        learner, now = self.learner, time.monotonic()
+        with learner.lock:
+            step, episodes = learner.step, learner.episodes
+            steps = step - self._last_step
+            row: dict[str, Any] = {
+                "step": step,
+                "frames": step * self._frames_per_step,
+                "time_s": self._earlier_s + now - self._started,
+                "sps": steps / max(now - self._last_log, 1e-9),
+                "mean_episode_return": episodes.mean_return,
+                "mean_episode_step": episodes.mean_step,
+                "games": episodes.games,
+                "best_mean_return": episodes.best_mean_return,
+                "mean_life_return": episodes.mean_life_return,
+                "learning_rate": learner.optimizer.param_groups[0]["lr"],
+                "updates": learner.updates,
+                "skipped_updates": learner.skipped,
+                "rss_mb": metrics.rss_mb(),
+            }
+        if steps == 0:
+            if step == 0:
+                self._show(row, None)
+            return
+        row |= {**learner.averages.pop(), **stats}
+        wait = row.pop("learner_wait", None)
+        if wait is not None:
+            row["learner_busy"] = 1 - wait
+        self._log.log(row)
+        self._show(row, wait)
+        self._last_log, self._last_step = now, step
+
+    def _show(self, row: dict[str, Any], wait: float | None) -> None:
+        self._status.update(
+            step=row["step"],
+            frames=row["frames"],
+            sps=row["sps"],
+            mean_return=row["mean_episode_return"],
+            policy_lag=row.get("policy_lag_mean"),
+            verdict=None if wait is None else verdict(wait),
+        )
+
+    def save(self) -> None:
+        """Write a checkpoint, unless --disable_checkpoint.
+
+        Raises:
+          CheckpointError: it cannot be written.
+        """
+        self._last_save = time.monotonic()
+        if self.flags.disable_checkpoint:
+            return
+        learner = self.learner
+        with learner.lock:
+            optimizer, optimizer_json = checkpoint.optimizer_state(
+                learner.optimizer, learner.net
+            )
+            tensors = map_nest(  # Copies: training goes on while they are written.
+                lambda x: x.detach().to("cpu", copy=True),
+                {"model": dict(learner.net.state_dict()), "optimizer": optimizer},
+            )
+            rng, rng_tensors = rng_state()
+            extra, extra_tensors = self.extra_state()
+            state = {
+                "flags": {
+                    key: _plain(value) for key, value in vars(self.flags).items()
+                },
+                "learner": learner.state(),
+                "time_s": self._earlier_s + time.monotonic() - self._started,
+                "optimizer": optimizer_json,
+                "rng": rng,
+                **extra,
+            }
+        checkpoint.save(
+            self._checkpoints,
+            step=state["learner"]["step"],
+            tensors={**tensors, "rng": rng_tensors, **extra_tensors},
+            state=state,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return a flag's value as JSON would give it back."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def verdict(learner_wait: float) -> str:
+    """Name what bounds the run, from the share of time the learner threads wait."""
+    if learner_wait > 0.5:
+        return f"actor-bound {learner_wait:.0%}"
+    return f"learner-bound {1 - learner_wait:.0%}"
+
+
+def rng_state() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the state of torch's, numpy's and Python's global generators."""
+    kind, keys, *numpy_rest = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    state = {"numpy": [kind, *numpy_rest], "python": [version, gauss_next]}
+    return state, {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "python": torch.tensor(internal, dtype=torch.int64),
+    }
+
+
+def restore_rng(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(tensors["torch"])
+    kind, *numpy_rest = state["numpy"]
+    keys = tensors["numpy"].numpy().astype(np.uint32)
+    np.random.set_state((kind, keys, *numpy_rest))
+    version, gauss_next = state["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss_next))

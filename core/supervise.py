@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervision: exit codes, signals, worker threads, restarts, stalls, resources.
+
+Small tools that both trainers use to keep one promise: a run makes progress, or it ends
+with a checkpoint, a non-zero status and the reason.
+"""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import enum
+import faulthandler
+import math
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")  # In a container with cgroup v2: the container's own.
+HANG_GRACE_S = 60.0  # For a main loop that is slow to save, not stuck.
+
+
+class Exit(enum.IntEnum):
+    """Exit statuses of every program here (sysexits.h where one fits)."""
+
+    DONE = 0
+    USAGE = 2  # Bad flags; argparse's own.
+    INTERNAL = 70
+    CHECKPOINT = 74  # A checkpoint could not be read or written.
+    STOPPED = 75  # By a signal, with a checkpoint: start it again and it goes on.
+    CONFIG = 78  # Configuration, specification or version does not fit.
+
+
+class ConfigError(Exception):
+    """The run cannot go on as configured; the message says what to change."""
+
+
+class StallError(Exception):
+    """No progress for `--stall_timeout_s`."""
+
+
+# `timeout`, schedulers and terminals signal a process and its group at the same moment.
+DUPLICATE_S = 0.2
+
+
+class StopSignal:
+    """Turns the first SIGINT or SIGTERM into a flag, and the second into an exit.
+
+    A signal within DUPLICATE_S of the first is the same one, delivered twice. A context
+    manager for the main thread; the old handlers come back afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._received_at = 0.0
+        self._old: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._old[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)
+
+    def _handle(self, signum: int, frame: object) -> None:
+        now = time.monotonic()
+        if self.received is not None:
+            if now - self._received_at < DUPLICATE_S:
+                return
+            # Children follow: they watch for the end of this process.
+            os.write(2, b"\x1b[?25h\nSecond signal: exiting at once, no checkpoint.\n")
+            os._exit(128 + signum)
+        self.received, self._received_at = signal.Signals(signum), now
+
+
+def start_thread(
+    name: str, fn: Callable[..., Any], *args: Any
+) -> concurrent.futures.Future:
+    """Run `fn(*args)` in a daemon thread; its result or exception is the Future's."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(fn(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class RestartBudget:
+    """Says when a dead worker may start again, or that it has died too often.
+
+    A death is quick if the worker had delivered nothing since it started. After
+    `max_quick_deaths` of those in a row the budget is spent. Waits double from
+    `first_wait_s` up to `max_wait_s`; a worker that had delivered restarts at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_quick_deaths: int = 5,
+        first_wait_s: float = 0.1,
+        max_wait_s: float = 5.0,
+    ):
+        self.max_quick_deaths = max_quick_deaths
+        self.quick_deaths = 0  # In a row.
+        self._has_delivered = False  # Since it started.
+        self._first_wait_s = first_wait_s
+        self._max_wait_s = max_wait_s
+
+    def delivered(self) -> None:
+        self.quick_deaths = 0
+        self._has_delivered = True
+
+    def died(self) -> float | None:
+        """Count a death; return the seconds to wait, or None if the budget is spent."""
+        if self._has_delivered:
+            self._has_delivered = False
+            return 0.0
+        self.quick_deaths += 1
+        if self.quick_deaths >= self.max_quick_deaths:
+            return None
+        return min(self._first_wait_s * 2 ** (self.quick_deaths - 1), self._max_wait_s)
+
+
+class Watchdog:
+    """Raises `StallError`, with every thread's stack on stderr, when nothing moves.
+
+    `progress(value)` is called on each tick of the main loop. Should the main loop
+    itself hang, faulthandler's own thread, which needs no GIL, dumps the stacks after
+    twice the limit and HANG_GRACE_S, and ends the process.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s = limit_s
+        self._value: Any = None
+        self._since = time.monotonic()
+
+    def progress(self, value: Any) -> None:
+        now = time.monotonic()
+        if value != self._value:
+            self._value, self._since = value, now
+        elif now - self._since > self._limit_s:
+            dump_stacks()
+            raise StallError(
+                f"no progress for {now - self._since:.0f} s (--stall_timeout_s "
+                f"{self._limit_s:g}) at {self._value}; every thread's stack is above"
+            )
+        faulthandler.dump_traceback_later(
+            2 * self._limit_s + HANG_GRACE_S, exit=True, file=_stderr()
+        )
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def dump_stacks() -> None:
+    """Write the stack of every Python thread of this process to stderr."""
+    faulthandler.dump_traceback(file=_stderr(), all_threads=True)
+
+
+def _stderr() -> Any:
+    # faulthandler needs a file descriptor, which a redirected sys.stderr may not have.
+    return sys.__stderr__ or sys.stderr
+
+
+def exit_with_parent() -> None:
+    """Make this child process end when its parent ends, kill -9 included.
+
+    The kernel sends SIGKILL on Linux; elsewhere, and where a fork server stands between
+    the two, a thread waits for the parent's end.
+    """
+    parent = parent_process()
+    assert parent is not None, "called in a process without a parent"
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(int(Exit.INTERNAL))
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Return what an exit code means, such as 'killed by SIGSEGV'."""
+    if exitcode is None:
+        return "still running"
+    if exitcode < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-exitcode).name}"
+    return f"exit status {exitcode}"
+
+
+def available_memory() -> int:
+    """Return the bytes of memory still to be had here, container limits heeded."""
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError, KeyError):  # No cgroup v2, or limit.
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        stat = {key: int(value) for key, value in map(str.split, lines)}
+        # Cached files count as used, but the kernel drops them when memory is wanted.
+        available = min(available, limit - used + stat["file"] - stat["shmem"])
+    return available
+
+
+def check_resources(
+    *, shared_bytes: int, memory_folder: str | None, files: int, processes: int
+) -> Iterator[str]:
+    """Compare what a run needs with what the machine has; yield a line for each.
+
+    Args:
+      shared_bytes: shared memory the run will allocate.
+      memory_folder: where it is taken from; None for plain memory (memfd).
+      files: file descriptors the parent will hold open. The soft limit is raised to
+        this if the hard limit allows.
+      processes: processes that want a core of their own.
+
+    Raises:
+      ConfigError: there is not enough; the message has both numbers and the remedy.
+    """
+    mib = 2**20
+    if memory_folder is None:
+        have, where = available_memory(), "memory (memfd: /dev/shm is not needed)"
+        remedy = "--num_buffers, --envs_per_actor or --unroll_length"
+    else:
+        have, where = shutil.disk_usage(memory_folder).free, memory_folder
+        remedy = f"--num_buffers or --envs_per_actor, or enlarge {memory_folder}"
+    line = (
+        f"shared memory: need {shared_bytes / mib:,.1f} MiB, have "
+        f"{have / mib:,.1f} MiB of {where}"
+    )
+    if shared_bytes > have:
+        raise ConfigError(f"{line}. Lower {remedy}.")
+    yield line
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = float("inf") if hard == resource.RLIM_INFINITY else hard
+    line = f"open files: need {files}, have {soft} (ulimit -n), at most {limit}"
+    if files > limit:
+        raise ConfigError(
+            f"{line}. Lower --num_actors, or raise the limit (ulimit -Hn)."
+        )
+    if soft != resource.RLIM_INFINITY and files > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+        line += f"; raised to {files}"
+    yield line
+
+    cores = num_cores()
+    line = f"cores: {processes} busy processes or threads on {cores}"
+    if processes > 2 * cores:
+        line += "; more --envs_per_actor and fewer --num_actors would be faster"
+    yield line
+
+
+def keep_freed_memory() -> None:
+    """Make glibc's malloc keep what is freed, for the next update to use.
+
+    An update frees and allocates the same large tensors each time. By default malloc
+    returns those above 32 MB to the kernel at once, and every update pays tens of
+    thousands of page faults to have them back: a fifth of its time on the CPU. All
+    threads share one arena so that one pool serves them. No effect without glibc.
+    """
+    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(m_arena_max, 1)
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def num_cores() -> int:
+    """Return the number of cores this process may use, container limits heeded."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # No cgroup v2, or no limit.
+        quota_us, period_us = map(int, (CGROUP / "cpu.max").read_text().split())
+        cores = min(cores, math.ceil(quota_us / period_us))
+    return cores
