@@ -1,0 +1,1333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MonoBeast: IMPALA (Espeholt et al. 2018) on one machine, in pure Python.
+
+    python -m monobeast --env PongNoFrameskip-v4
+
+Actor processes step environments and choose actions on the CPU; learner threads turn
+their rollouts into gradient steps. They share memory for the two things that are large,
+and speak over pipes about who may touch what:
+
+      actor processes                                   parent process
+    ┌────────────────────────┐   pipe: "i is full"   ┌────────────────────────────┐
+    │ E environments         │ ────────────────────► │ main thread, Actors:       │
+    │ Net, on the CPU        │ ◄──────────────────── │   free and full buffers    │
+    └───┬───────────────▲────┘   pipe: "fill i"      │        │ take   ▲ give_back│
+        │ rows          │ weights                    │        ▼        │          │
+    ┌───▼───────────────┴────┐                       │ learner threads:           │
+    │ shared memory          │ ◄───────────────────► │   copy a batch, learn      │
+    └────────────────────────┘                       └────────────────────────────┘
+
+To train your own agent edit Net; for your own environment edit create_env.
+"""
+
+import os
+
+# One thread per process unless told otherwise (torch reads this when it is imported):
+# actors outnumber the cores, and spinning OpenMP threads would steal them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import faulthandler
+import logging
+import multiprocessing
+import operator
+import secrets
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import atari_wrappers
+import core.flags
+from core import checkpoint, environment, evaluation, losses, metrics, rollouts
+from core.recurrent import unroll_lstm
+from core.run import Learner, Run
+from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
+from core.supervise import (
+    ConfigError,
+    Exit,
+    RestartBudget,
+    StopSignal,
+    Watchdog,
+    check_resources,
+    describe_exit,
+    exit_with_parent,
+    keep_freed_memory,
+    num_cores,
+    start_thread,
+)
+
+log = logging.getLogger("monobeast")
+
+TICK_S = 0.2  # The main loop looks at signals, failures and clocks at least this often.
+LEARNER_JOIN_S = 30.0  # An update of the largest batch on one core, with room.
+PIECE_BYTES = 6 * 2**20  # Observations that the CPU learns from at once.
+ACTOR_EXIT_S = 1.0  # For an environment's close(); then the actor is killed.
+
+
+# ---------------------------------------------------------------------------- flags
+
+
+def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line; exits with status 2 if something is wrong.
+
+    Testing takes what the run was trained with (environment, model...) from its
+    meta.json, unless the command line says otherwise.
+    """
+    parser = make_parser()
+    flags = parser.parse_args(argv)
+    if flags.mode != "train":
+        trained = metrics.read_meta(run_dir_to_test(parser, flags))["flags"]
+        keep = ("env", "model", "use_lstm", "reward_clipping", *core.flags.ATARI_FLAGS)
+        parser.set_defaults(**{key: trained[key] for key in keep})
+        flags = parser.parse_args(argv)
+    return check_flags(parser, flags)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m monobeast",
+        description="IMPALA on one machine, in pure Python.",
+        formatter_class=core.flags.HelpFormatter,
+    )
+    whole = core.flags.whole
+    core.flags.add_run_flags(parser)
+    core.flags.add_environment_flags(parser)
+
+    actors = parser.add_argument_group("actors")
+    actors.add_argument(
+        "--num_actors",
+        type=whole(1),
+        help="actor processes. Default: one per core this process may use",
+    )
+    actors.add_argument(
+        "--envs_per_actor",
+        type=whole(1),
+        default=8,
+        metavar="E",
+        help="environments an actor steps in turn, with one forward pass for all. Must "
+        "divide --batch_size",
+    )
+    actors.add_argument(
+        "--num_buffers",
+        type=whole(1),
+        help="rollout buffers, each with the rollouts of one actor's E environments. "
+        "More let actors run further ahead of the learner. Default: two per actor and "
+        "two batches",
+    )
+    actors.add_argument(
+        "--start_method",
+        choices=multiprocessing.get_all_start_methods(),
+        default="forkserver" if sys.platform == "linux" else "spawn",
+        help="how actor processes start",
+    )
+    actors.add_argument(
+        "--serial",
+        action="store_true",
+        help="everything in one process and one thread, in lock step: pdb works, and "
+        "with --seed two runs on the CPU are bitwise equal",
+    )
+
+    learner = parser.add_argument_group("learner")
+    learner.add_argument(
+        "--total_steps",
+        type=whole(1),
+        default=50_000_000,
+        help="agent steps to train for",
+    )
+    learner.add_argument(
+        "--batch_size", type=whole(1), default=32, metavar="B", help="rollouts a batch"
+    )
+    learner.add_argument(
+        "--unroll_length",
+        type=whole(1),
+        default=20,
+        metavar="T",
+        help="steps per rollout",
+    )
+    learner.add_argument(
+        "--num_learner_threads",
+        "--num_threads",
+        type=whole(1),
+        help="threads that assemble batches; they take turns at the gradient step. "
+        "Default: 2, or 1 with --serial",
+    )
+    learner.add_argument(
+        "--disable_cuda", action="store_true", help="learn on the CPU even with a GPU"
+    )
+    learner.add_argument(
+        "--model",
+        choices=["auto", "deep", "shallow", "mlp"],
+        default="auto",
+        help="deep: the IMPALA paper's residual network. shallow: three convolutions. "
+        "mlp: any small observation. auto: shallow for pictures, else mlp",
+    )
+    learner.add_argument(
+        "--use_lstm", action="store_true", help="add a recurrent core to the network"
+    )
+    core.flags.add_loss_flags(parser)
+    core.flags.add_optimizer_flags(parser)
+    return parser
+
+
+def check_flags(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace
+) -> argparse.Namespace:
+    """Fill in defaults that depend on other flags and refuse what cannot work."""
+    is_atari = atari_wrappers.is_atari(flags.env)
+    core.flags.check_common(parser, flags, is_atari=is_atari)
+    if flags.num_actors is None:
+        flags.num_actors = num_cores()
+    B, E = flags.batch_size, flags.envs_per_actor
+    if B % E:
+        divisor = next(d for d in range(min(B, E), 0, -1) if B % d == 0)
+        parser.error(
+            f"--batch_size is {B} but must be a multiple of --envs_per_actor ({E}): a "
+            f"buffer holds {E} rollouts. Try --envs_per_actor {divisor}."
+        )
+    if flags.num_buffers is None:
+        flags.num_buffers = 2 * flags.num_actors + 2 * (B // E)
+    if flags.num_buffers < flags.num_actors:
+        parser.error(
+            f"--num_buffers is {flags.num_buffers} but must not be below --num_actors "
+            f"({flags.num_actors}): each actor holds one. Try --num_buffers "
+            f"{2 * flags.num_actors + 2 * (B // E)}."
+        )
+    if flags.num_buffers * E < B:
+        parser.error(
+            f"--num_buffers is {flags.num_buffers}, {flags.num_buffers * E} rollouts, "
+            f"but a batch takes --batch_size ({B}). Try --num_buffers {2 * (B // E)}."
+        )
+    if flags.serial and (flags.num_learner_threads or 1) > 1:
+        parser.error(
+            f"--num_learner_threads is {flags.num_learner_threads} but --serial uses "
+            "one thread for everything. Leave one of them out."
+        )
+    if flags.num_learner_threads is None:
+        flags.num_learner_threads = 1 if flags.serial else 2
+    if flags.total_steps < B * flags.unroll_length:
+        parser.error(
+            f"--total_steps is {flags.total_steps} but one batch has --batch_size "
+            f"({B}) x --unroll_length ({flags.unroll_length}) = "
+            f"{B * flags.unroll_length} steps. Raise --total_steps."
+        )
+    flags.savedir = str(Path(flags.savedir).expanduser())
+    if flags.xpid is not None:
+        flags.xpid = expand_xpid(flags)
+    elif flags.mode == "train":
+        flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")
+    return flags
+
+
+def expand_xpid(flags: argparse.Namespace) -> str:
+    return flags.xpid.replace("{env}", flags.env.replace("/", "-").replace(":", "-"))
+
+
+def run_dir_to_test(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> Path:
+    """Return the folder of the run that `--mode test` plays."""
+    xpid = expand_xpid(flags) if flags.xpid is not None else "latest"
+    run_dir = Path(flags.savedir).expanduser() / xpid
+    if not (run_dir / "meta.json").is_file():
+        parser.error(
+            f"--mode is {flags.mode} but {run_dir} holds no run. Name one that has "
+            "been trained with --xpid and --savedir."
+        )
+    return run_dir.resolve()
+
+
+# ------------------------------------------------------------------------- the agent
+
+LSTM_SIZE = 256
+MLP_SIZE = 256
+
+
+class Net(nn.Module):
+    """Policy and baseline: a torso for observations, maybe an LSTM, two linear heads.
+
+    As in the paper, the core sees the torso's features, the last action (one-hot) and
+    the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
+
+    Raises:
+      ConfigError: the model does not fit the spaces.
+    """
+
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        *,
+        model: str = "auto",
+        use_lstm: bool = False,
+        clip_rewards: bool = True,
+    ):
+        super().__init__()
+        if not isinstance(action_space, gym.spaces.Discrete):
+            raise ConfigError(
+                f"the action space is {action_space}; Net's policy is a categorical "
+                "distribution and needs Discrete. Wrap the environment, or give Net "
+                "the distribution you need and core/losses.py its log-probability."
+            )
+        if model == "auto":
+            model = "shallow" if is_picture(observation_space) else "mlp"
+        torso = {"deep": DeepTorso, "shallow": ShallowTorso, "mlp": MLPTorso}[model]
+        self.num_actions = int(action_space.n)
+        self.first_action = int(action_space.start)
+        self.clip_rewards = clip_rewards
+        self.torso = torso(observation_space)
+        core_size = self.torso.num_features + self.num_actions + 1
+        self.core = nn.LSTM(core_size, LSTM_SIZE) if use_lstm else None
+        head_size = LSTM_SIZE if use_lstm else core_size
+        self.policy = nn.Linear(head_size, self.num_actions)
+        self.baseline = nn.Linear(head_size, 1)
+
+    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
+        """Return a new episode's recurrent state: [1, B, LSTM_SIZE] each, or ()."""
+        if self.core is None:
+            return ()
+        return tuple(torch.zeros(1, batch_size, LSTM_SIZE) for _ in range(2))
+
+    def forward(
+        self, rows: dict[str, Nest], core_state: tuple[torch.Tensor, ...] = ()
+    ) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Evaluate T rows of B environments.
+
+        Args:
+          rows: rollout rows, [T, B, ...]: observation, reward, done, last_action.
+          core_state: the recurrent state before the first row.
+
+        Returns:
+          policy_logits [T, B, A] and baseline [T, B], and the state after the last row.
+        """
+        T, B = rows["done"].shape
+        features = self.torso(
+            map_nest(lambda x: x.flatten(0, 1), rows["observation"])
+        )  # [T*B, features]
+        reward = rows["reward"].clamp(-1, 1) if self.clip_rewards else rows["reward"]
+        last_action = F.one_hot(
+            rows["last_action"] - self.first_action, self.num_actions
+        )
+        x = torch.cat(
+            [features, reward.view(T * B, 1), last_action.view(T * B, -1)], dim=1
+        )
+        if self.core is not None:
+            x, core_state = unroll_lstm(
+                self.core, x.view(T, B, -1), rows["done"], core_state
+            )
+            x = x.flatten(0, 1)
+        outputs = {
+            "policy_logits": self.policy(x).view(T, B, -1),
+            "baseline": self.baseline(x).view(T, B),
+        }
+        return outputs, core_state
+
+
+def is_picture(space: gym.Space) -> bool:
+    """Say whether convolutions with strides fit: at least 36 pixels a side."""
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
+        return False
+    first, middle, last = space.shape  # Either the first or the last are the channels.
+    return middle >= 36 and max(first, last) >= 36
+
+
+class ImageTorso(nn.Module):
+    """What the two convolutional torsos share: layout, scaling, the size of the end.
+
+    Takes [N, C, H, W] or [N, H, W, C], whichever axis is the smaller; integers are
+    divided by 255. Convolutions run channels-last, three times as fast on a CPU.
+    """
+
+    def __init__(self, space: gym.Space, make_convs: Callable[[int], nn.Module], size):
+        super().__init__()
+        if not is_picture(space):
+            raise ConfigError(
+                f"--model deep and shallow need one Box of three axes, at least 36 "
+                f"pixels a side, as observation; the environment has {space}. Use "
+                "--model mlp."
+            )
+        assert isinstance(space, gym.spaces.Box)
+        self.channels_first = space.shape[0] <= space.shape[-1]
+        self.scale = 1.0 if np.issubdtype(space.dtype, np.floating) else 1 / 255
+        C = space.shape[0] if self.channels_first else space.shape[-1]
+        self.convs = make_convs(C).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            flat = self._convolve(torch.zeros(1, *space.shape)).shape[1]
+        self.fc = nn.Linear(flat, size)
+        self.num_features = size
+
+    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.channels_first:
+            x = x.movedim(-1, 1)  # [N, C, H, W]
+        x = x.to(torch.float32, memory_format=torch.channels_last) * self.scale
+        return self.convs(x).flatten(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.fc(self._convolve(x)))
+
+
+class ShallowTorso(ImageTorso):
+    """Three convolutions and a linear layer, as in Mnih et al. 2015 (Nature)."""
+
+    def __init__(self, space: gym.Space):
+        def convs(channels: int) -> nn.Module:
+            return nn.Sequential(
+                nn.Conv2d(channels, 32, kernel_size=8, stride=4),
+                nn.ReLU(),
+                nn.Conv2d(32, 64, kernel_size=4, stride=2),
+                nn.ReLU(),
+                nn.Conv2d(64, 64, kernel_size=3, stride=1),
+                nn.ReLU(),
+            )
+
+        super().__init__(space, convs, 512)
+
+
+class DeepTorso(ImageTorso):
+    """The 15 convolutions of Espeholt et al. 2018, figure 3 (right)."""
+
+    def __init__(self, space: gym.Space):
+        def convs(channels: int) -> nn.Module:
+            sections = []
+            for width in (16, 32, 32):
+                sections += [
+                    nn.Conv2d(channels, width, kernel_size=3, padding=1),
+                    nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+                    ResidualBlock(width),
+                    ResidualBlock(width),
+                ]
+                channels = width
+            return nn.Sequential(*sections, nn.ReLU())
+
+        super().__init__(space, convs, 256)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+
+
+class MLPTorso(nn.Module):
+    """Two linear layers over all leaves of the observation, flattened side by side.
+
+    Discrete and MultiDiscrete leaves become one-hot; uint8 boxes are divided by 255.
+    """
+
+    num_features = MLP_SIZE
+
+    def __init__(self, space: gym.Space):
+        super().__init__()
+        self.space = space
+        size = gym.spaces.flatdim(space)
+        self.layers = nn.Sequential(
+            nn.Linear(size, MLP_SIZE),
+            nn.ReLU(),
+            nn.Linear(MLP_SIZE, MLP_SIZE),
+            nn.ReLU(),
+        )
+
+    def forward(self, observation: Nest) -> torch.Tensor:
+        return self.layers(torch.cat(list(flat_features(self.space, observation)), 1))
+
+
+def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
+    """Yield one float tensor [N, features] for each leaf of a batch of observations."""
+    match space:
+        case gym.spaces.Dict():
+            for key, sub in space.spaces.items():
+                yield from flat_features(sub, x[key])
+        case gym.spaces.Tuple():
+            for sub, leaf in zip(space.spaces, x):
+                yield from flat_features(sub, leaf)
+        case gym.spaces.Discrete():
+            yield F.one_hot(x - int(space.start), int(space.n)).float()
+        case gym.spaces.MultiDiscrete():
+            x = x.flatten(1) - torch.as_tensor(space.start.ravel(), device=x.device)
+            for i, n in enumerate(space.nvec.ravel()):
+                yield F.one_hot(x[:, i], int(n)).float()
+        case _:
+            scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
+            yield x.reshape(len(x), -1).float() * scale
+
+
+def create_env(flags: argparse.Namespace, render_mode: str | None = None) -> Any:
+    """Return the environment that actors step. Edit this for your own.
+
+    Anything that follows the Gymnasium (or the classic gym) interface will do. Rewards
+    are not clipped here: the loss does that.
+
+    Args:
+      render_mode: None when training; "rgb_array" or "human" when testing.
+    """
+    if atari_wrappers.is_atari(flags.env):
+        return atari_wrappers.make_atari(
+            flags.env, **atari_options(flags), render_mode=render_mode
+        )
+    return environment.make(flags.env, render_mode=render_mode)
+
+
+def atari_options(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the Atari protocol as the flags have it, for `atari_wrappers`."""
+    given = {key: getattr(flags, key) for key in core.flags.ATARI_FLAGS}
+    return atari_wrappers.protocol(
+        given.pop("atari_protocol") or "impala",
+        **{key: value for key, value in given.items() if value is not None},
+    )
+
+
+def frames_per_step(flags: argparse.Namespace) -> int:
+    """Return the emulator frames behind one agent step; 1 without an emulator."""
+    if atari_wrappers.is_atari(flags.env):
+        return atari_options(flags)["frame_skip"]
+    return 1
+
+
+def create_net(flags: argparse.Namespace, spaces: "Spaces") -> Net:
+    return Net(
+        spaces.observation,
+        spaces.action,
+        model=flags.model,
+        use_lstm=flags.use_lstm,
+        clip_rewards=flags.reward_clipping == "abs_one",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Spaces:
+    """What an environment says and hears; read once, from one instance."""
+
+    observation: gym.Space
+    action: gym.Space
+
+
+def read_spaces(flags: argparse.Namespace) -> Spaces:
+    envs = environment.Environments(lambda: create_env(flags), 1, seed=0)
+    try:
+        return Spaces(envs.observation_space, envs.action_space)
+    finally:
+        envs.close()
+
+
+# ---------------------------------------------------------------------------- acting
+
+
+class Actor:
+    """Steps E environments with one copy of the network, a rollout at a time."""
+
+    def __init__(
+        self,
+        flags: argparse.Namespace,
+        net: Net,
+        buffers: rollouts.RolloutBuffers,
+        *,
+        actor_id: int,
+        incarnation: int,
+        fetch: Callable[[], int],
+    ):
+        """Create the environments.
+
+        Args:
+          fetch: brings the newest weights into `net` and returns their version.
+        """
+        E = flags.envs_per_actor
+        self.envs = environment.Environments(
+            lambda: create_env(flags),
+            E,
+            seed=flags.seed,
+            first_env_id=actor_id * E,
+            incarnation=incarnation,
+            info_keys=flags.info_keys,
+            seed_every_game=flags.serial,
+        )
+        self.net = net
+        self.state = net.initial_state(E)
+        self.buffers = buffers
+        # Carried from one rollout to the next: its last row is the next one's row 0.
+        self.last_row = map_nest(lambda slab: slab[0, 0].copy(), buffers.rows)
+        self.started = False
+        self._fetch = fetch
+
+    @torch.inference_mode()
+    def unroll(self, index: int) -> None:
+        """Fill buffer `index` with the next T steps of every environment."""
+        row = self.buffers.row(index, 0)
+        if self.started:
+            map_nest(np.copyto, row, self.last_row)
+        else:
+            self._first_row(row)
+        for slab, state in zip(self.buffers.agent_state, self.state):
+            slab[index] = state.numpy()
+        T = self.buffers.unroll_length
+        for t in range(T):
+            version = self._fetch()
+            outputs, self.state = self.net(as_tensors(row), self.state)
+            row = self.buffers.row(index, t + 1)
+            row["policy_logits"][...] = outputs["policy_logits"][0]
+            row["baseline"][...] = outputs["baseline"][0]
+            row["action"][...] = sample_action(outputs["policy_logits"])[0]
+            row["action"][...] += self.net.first_action
+            row["policy_version"][...] = version
+            self.envs.step(row["action"], row)
+        map_nest(np.copyto, self.last_row, row)
+
+    def _first_row(self, row: Nest) -> None:
+        for key in ("action", "policy_logits", "baseline", "policy_version"):
+            row[key][...] = 0  # Nothing acted before the first row; nothing learns it.
+        self.envs.reset(row)
+        self.started = True
+
+
+def as_tensors(row: Nest) -> Nest:
+    """View what the network reads of one row, [E, ...], as tensors [1, E, ...]."""
+    keys = ("observation", "reward", "done", "last_action")
+    return map_nest(
+        lambda x: torch.from_numpy(x).unsqueeze(0), {key: row[key] for key in keys}
+    )
+
+
+def sample_action(logits: torch.Tensor, *, greedy: bool = False) -> torch.Tensor:
+    """Sample actions [T, B] int64, numbered from 0, from logits [T, B, A]."""
+    if greedy:
+        return logits.argmax(-1)
+    flat = torch.multinomial(F.softmax(logits.flatten(0, 1), dim=-1), num_samples=1)
+    return flat.view(logits.shape[:2])
+
+
+def act(
+    flags: argparse.Namespace,
+    spaces: Spaces,
+    actor_id: int,
+    incarnation: int,
+    pipe: connection.Connection,
+    buffers: rollouts.RolloutBuffers,
+    weights: rollouts.SharedWeights,
+) -> None:
+    """Run one actor process: fill the buffers that the parent names, until it hangs up.
+
+    The parent sends a buffer's index; back comes b"F" and the index when it is full, or
+    b"E" and a traceback, once, before the process ends with a non-zero status.
+    """
+    exit_with_parent()
+    for signum in (signal.SIGINT, signal.SIGTERM):  # The parent's to handle: it drains.
+        signal.signal(signum, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # A stall dumps the stacks.
+    torch.set_num_threads(1)
+    torch.manual_seed(environment.env_seed(flags.seed, actor_id, incarnation, 0))
+    try:
+        net = create_net(flags, spaces)
+        tensors = net.state_dict()  # Shares memory with the parameters.
+        version = -1
+
+        def fetch() -> int:
+            nonlocal version
+            version = weights.fetch(tensors, version)
+            return version
+
+        actor = Actor(
+            flags,
+            net,
+            buffers,
+            actor_id=actor_id,
+            incarnation=incarnation,
+            fetch=fetch,
+        )
+        while True:
+            index = pipe.recv_bytes()
+            actor.unroll(int.from_bytes(index, "little"))
+            pipe.send_bytes(b"F" + index)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # The parent hung up.
+        actor.envs.close()
+    except Exception:
+        pipe.send_bytes(b"E" + traceback.format_exc().encode())
+        sys.exit(1)
+
+
+class ActorError(Exception):
+    """An actor died too often; the message has its own traceback."""
+
+
+class ActorsClosed(Exception):
+    """The buffers are no longer handed out: the run is ending."""
+
+
+@dataclasses.dataclass
+class ActorSlot:
+    """One actor's place: its present process, if any, and the buffers it holds."""
+
+    actor_id: int
+    budget: RestartBudget
+    process: Any = None  # multiprocessing's Process; its class depends on the context.
+    pipe: connection.Connection | None = None
+    held: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+    last_served: int = 0  # When it was last handed a buffer, as a running number.
+    restart_at: float | None = 0.0  # Monotonic seconds; None while it runs.
+    traceback: str | None = None
+
+
+class Actors:
+    """The actor processes, and who has which rollout buffer.
+
+    A buffer is free, held by one actor, full, or with a learner thread. Each actor has
+    a pipe of its own and holds up to two buffers: the one it fills and its next. There
+    is no lock that an actor could die with. A dead actor's finished rollouts count, its
+    torn one does not: the buffer becomes free again and the process is replaced.
+
+    `poll`, `start` and `close` belong to the main thread (Linux ends a child together
+    with the thread that started it); `take` and `give_back` to learner threads.
+    """
+
+    def __init__(
+        self,
+        flags: argparse.Namespace,
+        spaces: Spaces,
+        buffers: rollouts.RolloutBuffers,
+        weights: rollouts.SharedWeights,
+        *,
+        first_incarnation: int,
+    ):
+        self._flags = flags
+        self._args = (buffers, weights)
+        self._spaces = spaces
+        self._incarnation = first_incarnation
+        self._context = multiprocessing.get_context(flags.start_method)
+        if flags.start_method == "forkserver":
+            # Import torch once, in the server; actors are forked from there in no time.
+            self._context.set_forkserver_preload(["monobeast"])
+        self.slots = [ActorSlot(i, RestartBudget()) for i in range(flags.num_actors)]
+        # Guards everything below, and the slots' `held` and `pipe`.
+        self._changed = threading.Condition()
+        self._free = collections.deque(range(flags.num_buffers))
+        self._full: collections.deque[int] = collections.deque()
+        self._served = 0
+        self._waiting = 0
+        self._closed = False
+        self.received = 0  # Full buffers, ever.
+        self.discarded = 0  # Partial rollouts of dead actors, in buffers.
+        self.restarts = 0
+
+    def start(self) -> None:
+        """Start every actor that is due."""
+        for slot in self.slots:
+            if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
+                self._start(slot)
+
+    def _start(self, slot: ActorSlot) -> None:
+        # The first actors may be forked: there are no threads yet. Later on a fork
+        # would copy a process whose other threads hold who knows which locks.
+        context = self._context
+        if self._flags.start_method == "fork" and threading.active_count() > 1:
+            context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        slot.process = context.Process(
+            target=act,
+            args=(
+                self._flags,
+                self._spaces,
+                slot.actor_id,
+                self._incarnation,
+                theirs,
+                *self._args,
+            ),
+            name=f"actor-{slot.actor_id}",
+            daemon=True,
+        )
+        self._incarnation += 1
+        slot.process.start()
+        theirs.close()  # Or we would not see the actor's end of it close.
+        slot.restart_at = slot.traceback = None
+        with self._changed:
+            slot.pipe = ours
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give free buffers to the actors that hold the fewest. Needs the lock.
+
+        Among equals the one that waits longest is first: when the learner is slow, all
+        actors hold none, and each must get its turn.
+        """
+        while self._free and not self._closed:
+            slot = min(
+                (s for s in self.slots if s.pipe is not None and len(s.held) < 2),
+                key=lambda s: (len(s.held), s.last_served),
+                default=None,
+            )
+            if slot is None:
+                return
+            index = self._free.popleft()
+            slot.held.append(index)
+            self._served += 1
+            slot.last_served = self._served
+            with contextlib.suppress(OSError):  # It is dying; poll() will see to it.
+                slot.pipe.send_bytes(index.to_bytes(4, "little"))
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait for messages and deaths for up to `timeout_s`; act on them.
+
+        Raises:
+          ActorError: an actor has died too often without delivering a rollout.
+        """
+        by_handle = {s.process.sentinel: s for s in self.slots if s.process is not None}
+        by_handle |= {s.pipe: s for s in self.slots if s.pipe is not None}
+        for handle in connection.wait(list(by_handle), timeout_s):
+            slot = by_handle[handle]
+            if slot.pipe is not None:
+                self._receive(slot)
+            if slot.process is not None and handle == slot.process.sentinel:
+                self._bury(slot)
+        self.start()
+
+    def _receive(self, slot: ActorSlot) -> None:
+        assert slot.pipe is not None
+        try:
+            while slot.pipe.poll():
+                message = slot.pipe.recv_bytes()
+                if message[:1] == b"E":
+                    slot.traceback = message[1:].decode()
+                    continue
+                index = int.from_bytes(message[1:], "little")
+                slot.budget.delivered()
+                with self._changed:
+                    assert slot.held[0] == index, (slot.actor_id, slot.held, index)
+                    slot.held.popleft()
+                    self._full.append(index)
+                    self.received += 1
+                    self._hand_out()
+                    self._changed.notify_all()
+        except (EOFError, OSError):
+            with self._changed:  # The process is ending; its sentinel comes next.
+                slot.pipe.close()
+                slot.pipe = None
+
+    def _bury(self, slot: ActorSlot) -> None:
+        """Reclaim a dead actor's buffers and plan its replacement."""
+        slot.process.join()
+        reason = describe_exit(slot.process.exitcode)
+        slot.process.close()
+        slot.process = None
+        with self._changed:
+            if slot.pipe is not None:
+                slot.pipe.close()
+                slot.pipe = None
+            if slot.held:
+                self.discarded += 1
+            self._free.extend(slot.held)
+            slot.held.clear()
+            self._hand_out()
+        if slot.traceback is not None:
+            reason = slot.traceback.strip()
+        wait_s = slot.budget.died()
+        if wait_s is None:
+            raise ActorError(
+                f"actor {slot.actor_id} died {slot.budget.quick_deaths} times in a row "
+                f"without delivering a rollout; the last time: {reason}"
+            )
+        self.restarts += 1
+        slot.restart_at = time.monotonic() + wait_s
+        log.warning(
+            "Actor %d died (%s); its rollout is discarded; restarting it in %.1f s",
+            slot.actor_id,
+            reason,
+            wait_s,
+        )
+
+    def take(self, n: int) -> list[int]:
+        """Return `n` full buffers, first come, first served. Blocks.
+
+        Raises:
+          ActorsClosed: `close` was called.
+        """
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: self._closed or len(self._full) >= n)
+            self._waiting -= 1
+            if self._closed:
+                raise ActorsClosed
+            return [self._full.popleft() for _ in range(n)]
+
+    def give_back(self, indices: list[int]) -> None:
+        """Make buffers free again."""
+        with self._changed:
+            self._free.extend(indices)
+            self._hand_out()
+
+    def num_waiting(self) -> int:
+        """Return the number of learner threads that wait in `take`."""
+        return self._waiting
+
+    def stats(self) -> dict[str, Any]:
+        """Return the log's columns about actors."""
+        return {
+            "buffers_full": len(self._full),
+            "actor_restarts": self.restarts,
+            "rollouts_discarded": self.discarded,
+        }
+
+    def pids(self) -> list[int]:
+        return [slot.process.pid for slot in self.slots if slot.process is not None]
+
+    def stop_handing_out(self) -> None:
+        """Wake learner threads: `take` raises from now on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Hang up, and kill the actors that are not gone after ACTOR_EXIT_S."""
+        self.stop_handing_out()
+        with self._changed:
+            for slot in self.slots:
+                if slot.pipe is not None:
+                    slot.pipe.close()
+                    slot.pipe = None
+        processes = [s.process for s in self.slots if s.process is not None]
+        deadline = time.monotonic() + ACTOR_EXIT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+# -------------------------------------------------------------------------- learning
+
+
+def create_learner(flags: argparse.Namespace, spaces: Spaces) -> Learner:
+    cuda = torch.cuda.is_available() and not flags.disable_cuda
+    net = create_net(flags, spaces).to("cuda" if cuda else "cpu")
+    optimizer = torch.optim.RMSprop(
+        net.parameters(),
+        lr=flags.learning_rate,
+        alpha=flags.alpha,
+        eps=flags.epsilon,
+        momentum=flags.momentum,
+    )
+    return Learner(net, optimizer, flags)
+
+
+def learn(
+    flags: argparse.Namespace,
+    learner: Learner,
+    batch: Nest,
+    agent_state: tuple[np.ndarray, ...],
+) -> None:
+    """Do one IMPALA update on a batch of rollouts.
+
+    Args:
+      batch: numpy, [T + 1, B, ...] as the table in `core.rollouts` says.
+      agent_state: the recurrent state before row 0, [layers, B, hidden] each.
+    """
+    net = learner.net
+    device = next(net.parameters()).device
+    rows = map_nest(lambda x: torch.from_numpy(x).to(device), batch)
+    state = tuple(torch.from_numpy(s).to(device) for s in agent_state)
+    with learner.lock:
+        if learner.finished():
+            return  # Another thread did the last update meanwhile.
+        parts = []
+        learner.optimizer.zero_grad()
+        # The loss is a sum over columns, and so is its gradient.
+        for rows_part, state_part in split_columns(rows, state):
+            outputs, _ = net(rows_part, state_part)
+            part = losses.impala_loss(
+                outputs,
+                {**rows_part, "action": rows_part["action"] - net.first_action},
+                discounting=flags.discounting,
+                baseline_cost=flags.baseline_cost,
+                entropy_cost=flags.entropy_cost,
+                reward_clipping=flags.reward_clipping,
+            )
+            part.total.backward()
+            parts.append(part)
+        learner.update(parts, batch)
+
+
+def split_columns(
+    rows: Nest, state: tuple[torch.Tensor, ...]
+) -> Iterator[tuple[Nest, tuple[torch.Tensor, ...]]]:
+    """Cut a batch into groups of columns; a GPU takes it whole.
+
+    The activations of a whole batch take hundreds of MB. On the CPU one group after
+    another uses the same, warm memory.
+    """
+    B = rows["done"].shape[1]
+    size = sum(x.nbytes for _, x in leaves(rows["observation"]))
+    n = 1 if rows["done"].is_cuda else min(B, -(-size // PIECE_BYTES))
+    bounds = [i * B // n for i in range(n + 1)]
+    for group in map(slice, bounds[:-1], bounds[1:]):
+        columns = operator.itemgetter((slice(None), group))  # x[:, group]
+        yield map_nest(columns, rows), tuple(map(columns, state))
+
+
+def learn_loop(
+    flags: argparse.Namespace,
+    learner: Learner,
+    actors: Actors,
+    buffers: rollouts.RolloutBuffers,
+    weights: rollouts.SharedWeights,
+) -> None:
+    """Run one learner thread: take full buffers, copy them, give them back, learn."""
+    n = flags.batch_size // flags.envs_per_actor
+    assembler = rollouts.BatchAssembler(buffers, n)
+    tensors = learner.net.state_dict()
+    while True:
+        started = time.monotonic()
+        try:
+            indices = actors.take(n)
+        except ActorsClosed:
+            return
+        taken = time.monotonic()
+        assembler.fill(indices)
+        actors.give_back(indices)
+        learn(flags, learner, assembler.batch, assembler.agent_state)
+        with learner.lock:
+            weights.publish(tensors, learner.updates)
+        learner.averages.add(
+            learner_wait=(taken - started) / (time.monotonic() - started)
+        )
+
+
+# ------------------------------------------------------------------------------- run
+
+
+def rollout_specs(
+    flags: argparse.Namespace, spaces: Spaces, net: Net
+) -> tuple[Nest, list[ArraySpec]]:
+    """Return the specs of one row, environment's and agent's part, and of the state."""
+    row = row_spec(spaces.observation, spaces.action, flags.info_keys)
+    f32, i64 = np.dtype(np.float32), np.dtype(np.int64)
+    row |= {
+        "action": row["last_action"],
+        "policy_logits": ArraySpec((net.num_actions,), f32),
+        "baseline": ArraySpec((), f32),
+        "policy_version": ArraySpec((), i64),
+    }
+    state = net.initial_state(flags.envs_per_actor)
+    return row, [ArraySpec(tuple(s.shape), f32) for s in state]
+
+
+def create_buffers(
+    flags: argparse.Namespace, spaces: Spaces, net: Net
+) -> rollouts.RolloutBuffers:
+    """Check that the machine has what the run needs, say so, and allocate."""
+    row, state = rollout_specs(flags, spaces, net)
+    sizes = {
+        "num_buffers": flags.num_buffers,
+        "unroll_length": flags.unroll_length,
+        "envs_per_actor": flags.envs_per_actor,
+    }
+    weights = sum(t.numel() * t.element_size() for t in net.state_dict().values())
+    for line in check_resources(
+        shared_bytes=rollouts.nbytes(rollouts.buffer_specs(row, state, **sizes))
+        + weights,
+        memory_folder=rollouts.memory_folder(),
+        files=64 + 8 * flags.num_actors,
+        processes=1 if flags.serial else flags.num_actors + 1,
+    ):
+        log.info("Preflight: %s", line)
+    return rollouts.RolloutBuffers(row, state, **sizes)
+
+
+def train(flags: argparse.Namespace) -> Exit:
+    """Train until --total_steps, a signal or a failure; a checkpoint is left behind."""
+    run_dir = metrics.prepare_run_dir(Path(flags.savedir), flags.xpid)
+    with metrics.setup_logging(run_dir), StopSignal() as stop:
+        keep_freed_memory()
+        recorded = (
+            metrics.read_meta(run_dir) if (run_dir / "meta.json").exists() else {}
+        )
+        if flags.seed is None:
+            flags.seed = recorded.get("flags", {}).get("seed", secrets.randbelow(2**31))
+        torch.manual_seed(flags.seed)
+        spaces = read_spaces(flags)
+        learner = create_learner(flags, spaces)
+        run = Run(flags, run_dir, learner, frames_per_step=frames_per_step(flags))
+        found = run.resume()
+        describe(flags, run_dir, spaces, learner)
+        if learner.finished():
+            log.info(
+                "Nothing to do: run %s is at step %d of --total_steps %d.",
+                flags.xpid,
+                learner.step,
+                flags.total_steps,
+            )
+            return Exit.DONE
+        # Actors of this start must not replay the games of the starts before it.
+        incarnation = 0 if flags.serial else len(recorded.get("starts", [])) << 16
+        metrics.write_meta(
+            run_dir,
+            flags=vars(flags),
+            extra={
+                "step": learner.step,
+                "first_env_seeds": [
+                    environment.env_seed(flags.seed, i, incarnation, 0)
+                    for i in range(flags.num_actors * flags.envs_per_actor)
+                ],
+            },
+        )
+        buffers = create_buffers(flags, spaces, learner.net)
+        if flags.serial:
+            actors = create_serial_actors(flags, learner, buffers)
+            run.extra_state = lambda: serial_state(actors)
+            if found is not None:
+                restore_serial(actors, found)
+        with run.open(resumed=found is not None):
+            if flags.serial:
+                train_serial(run, actors, buffers, stop)
+            else:
+                train_async(run, spaces, buffers, stop, incarnation)
+        if stop.received is not None and not learner.finished():
+            log.info(
+                "Stopped by %s at step %d. The same command goes on from there.",
+                stop.received.name,
+                learner.step,
+            )
+            return Exit.STOPPED
+        log.info("Done: %d steps.", learner.step)
+        return Exit.DONE
+
+
+def describe(
+    flags: argparse.Namespace, run_dir: Path, spaces: Spaces, learner: Learner
+) -> None:
+    """Say at the start what is about to run."""
+    num = sum(p.numel() for p in learner.net.parameters())
+    log.info("Run %s in %s, seed %d", flags.xpid, run_dir, flags.seed)
+    log.info("Environment %s: %s, %s", flags.env, spaces.observation, spaces.action)
+    if atari_wrappers.is_atari(flags.env):
+        log.info("Atari protocol: %s", atari_wrappers.describe(**atari_options(flags)))
+    log.info(
+        "Network %s, %d parameters, on %s",
+        type(learner.net.torso).__name__ + (" + LSTM" if flags.use_lstm else ""),
+        num,
+        next(learner.net.parameters()).device,
+    )
+
+
+def train_async(
+    run: Run,
+    spaces: Spaces,
+    buffers: rollouts.RolloutBuffers,
+    stop: StopSignal,
+    first_incarnation: int,
+) -> None:
+    """Train with actor processes and learner threads; the main thread keeps watch."""
+    flags, learner = run.flags, run.learner
+    tensors = learner.net.state_dict()
+    weights = rollouts.SharedWeights(
+        {
+            name: ArraySpec(tuple(t.shape), t.new_empty(0).cpu().numpy().dtype)
+            for name, t in tensors.items()
+        }
+    )
+    weights.publish(tensors, learner.updates)
+    actors = Actors(
+        flags, spaces, buffers, weights, first_incarnation=first_incarnation
+    )
+    watchdog = Watchdog(flags.stall_timeout_s)
+    threads: dict[str, Any] = {}
+    try:
+        actors.start()
+        for i in range(flags.num_learner_threads):
+            threads[f"learner-{i}"] = start_thread(
+                f"learner-{i}", learn_loop, flags, learner, actors, buffers, weights
+            )
+        run.log({})
+        while stop.received is None and not learner.finished():
+            actors.poll(TICK_S)
+            for thread in threads.values():
+                if thread.done():
+                    thread.result()  # Raises what the thread died of.
+            run.tick(actors.stats())
+            try:
+                watchdog.progress(f"step {learner.step}")
+            except Exception:
+                for pid in actors.pids():
+                    os.kill(pid, signal.SIGUSR1)  # Their stacks, too.
+                raise
+        run.log(actors.stats())
+    finally:
+        watchdog.close()
+        actors.stop_handing_out()
+        join_threads(threads)
+        actors.close()
+
+
+def join_threads(threads: dict[str, Any]) -> None:
+    deadline = time.monotonic() + LEARNER_JOIN_S
+    for name, thread in threads.items():
+        try:
+            thread.exception(timeout=max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            log.error("%s did not stop within %g s", name, LEARNER_JOIN_S)
+
+
+# ---------------------------------------------------------------------------- serial
+
+
+def create_serial_actors(
+    flags: argparse.Namespace, learner: Learner, buffers: rollouts.RolloutBuffers
+) -> list[Actor]:
+    """Return the actors of --serial; they act with the learner's own network."""
+    if next(learner.net.parameters()).is_cuda:
+        raise ConfigError("--serial runs on the CPU; add --disable_cuda.")
+    return [
+        Actor(
+            flags,
+            learner.net,
+            buffers,
+            actor_id=i,
+            incarnation=0,
+            fetch=lambda: learner.updates,
+        )
+        for i in range(flags.num_actors)
+    ]
+
+
+def train_serial(
+    run: Run, actors: list[Actor], buffers: rollouts.RolloutBuffers, stop: StopSignal
+) -> None:
+    """Train in this thread alone: the actors take turns, then the learner learns.
+
+    The rollouts of update u come from actors u*n, u*n + 1, ... (modulo their number),
+    so that a resumed run deals them out as the unbroken one would.
+    """
+    flags, learner = run.flags, run.learner
+    n = flags.batch_size // flags.envs_per_actor
+    assembler = rollouts.BatchAssembler(buffers, n)
+    while stop.received is None and not learner.finished():
+        turn = n * (learner.updates + learner.skipped)
+        for i in range(n):
+            actors[(turn + i) % len(actors)].unroll(i)
+        assembler.fill(range(n))
+        learn(flags, learner, assembler.batch, assembler.agent_state)
+        run.tick({})
+    run.log({})
+
+
+def serial_state(actors: list[Actor]) -> tuple[dict[str, Any], dict[str, dict]]:
+    """Return what a checkpoint of a serial run holds beyond the learner."""
+    tensors = {}
+    for i, actor in enumerate(actors):
+        for name, array in leaves(actor.last_row):
+            tensors[f"{i}/row/{name}"] = torch.from_numpy(array.copy())
+        for j, state in enumerate(actor.state):
+            tensors[f"{i}/state/{j}"] = state.clone()
+    state = {
+        "actors": [
+            {"started": a.started, "envs": a.envs.state() if a.started else None}
+            for a in actors
+        ]
+    }
+    return state, {"actors": tensors}
+
+
+def restore_serial(actors: list[Actor], found: checkpoint.Checkpoint) -> None:
+    """Bring the actors back to where the checkpoint left them, bit by bit.
+
+    Environments cannot be saved, so each current game is played again: same seed, same
+    actions.
+    """
+    saved = found.state.get("actors")
+    if saved is None or len(saved) != len(actors):
+        raise ConfigError(
+            f"--serial cannot go on with run at {found.path}: it was "
+            + ("not trained with --serial" if saved is None else "trained with")
+            + (f" --num_actors {len(saved)}" if saved is not None else "")
+            + ". Use the same flags, or another --xpid."
+        )
+    tensors = found.tensors["actors"]
+    for i, (actor, old) in enumerate(zip(actors, saved)):
+        if not old["started"]:
+            continue
+        for name, array in leaves(actor.last_row):
+            array[...] = tensors[f"{i}/row/{name}"].numpy()
+        actor.state = tuple(tensors[f"{i}/state/{j}"] for j in range(len(actor.state)))
+        actor.envs.restore(old["envs"], actor.last_row)
+        actor.started = True
+
+
+# ------------------------------------------------------------------------------ test
+
+
+def test(flags: argparse.Namespace) -> Exit:
+    """Play --num_episodes full games with a run's newest checkpoint; report returns."""
+    run_dir = run_dir_to_test(make_parser(), flags)
+    found = checkpoint.load(run_dir / "checkpoints")
+    if found is None:
+        raise ConfigError(f"{run_dir} holds no checkpoint yet. Train a little longer.")
+    render_mode = None
+    if flags.mode == "test_render":
+        render_mode = "human"
+    elif flags.video:
+        render_mode = "rgb_array"
+    seed = flags.seed if flags.seed is not None else secrets.randbelow(2**31)
+    torch.manual_seed(seed)
+    envs = environment.Environments(
+        lambda: create_env(flags, render_mode), 1, seed=seed, seed_every_game=True
+    )
+    try:
+        net = create_net(flags, Spaces(envs.observation_space, envs.action_space))
+        checkpoint.check_tensors(net.state_dict(), found.tensors["model"], what="model")
+        net.load_state_dict(found.tensors["model"])
+
+        @torch.inference_mode()
+        def policy(row: Nest, state: Any) -> tuple[np.ndarray, Any]:
+            outputs, state = net(as_tensors(row), state)
+            action = sample_action(outputs["policy_logits"], greedy=flags.greedy)
+            return action[0].numpy() + net.first_action, state
+
+        print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")
+        games = evaluation.play(
+            envs,
+            policy,
+            net.initial_state(1),
+            num_games=flags.num_episodes,
+            video_dir=run_dir / "video" if flags.video else None,
+        )
+        evaluation.report(
+            games,
+            run_dir,
+            step=found.step,
+            settings={"env": flags.env, "greedy": flags.greedy, "seed": seed},
+        )
+    finally:
+        envs.close()
+    return Exit.DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        flags = parse_flags(argv)
+        faulthandler.enable()
+        return int(train(flags) if flags.mode == "train" else test(flags))
+    except (ConfigError, metrics.RunDirBusy, checkpoint.CheckpointMismatch) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return int(Exit.CONFIG)
+    except checkpoint.CheckpointError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return int(Exit.CHECKPOINT)
+    except Exception:
+        traceback.print_exc()
+        return int(Exit.INTERNAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

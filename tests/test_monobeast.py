@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MonoBeast's actors: buffers, deaths, and rollouts that arithmetic can check."""
+
+import argparse
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+import monobeast
+from core import rollouts
+from core.spaces import ArraySpec, map_nest
+from core.supervise import start_thread
+from tests.conftest import DEADLINE_S, wait_until
+from tests.counting_env import check_rollout
+
+T, E = 5, 3
+
+
+def make_flags(env: str = "tests.counting_env:make", *more: str) -> argparse.Namespace:
+    flags = monobeast.parse_flags(
+        ["--env", env, "--num_actors", "2", "--envs_per_actor", str(E)]
+        + ["--batch_size", str(2 * E), "--unroll_length", str(T), "--seed", "7", *more]
+    )
+    return flags
+
+
+class Pool:
+    """Actors with everything they need, polled by the test's own thread."""
+
+    def __init__(self, flags: argparse.Namespace):
+        torch.manual_seed(0)
+        spaces = monobeast.read_spaces(flags)
+        net = monobeast.create_net(flags, spaces)
+        row, state = monobeast.rollout_specs(flags, spaces, net)
+        self.buffers = rollouts.RolloutBuffers(
+            row,
+            state,
+            num_buffers=flags.num_buffers,
+            unroll_length=T,
+            envs_per_actor=E,
+        )
+        self.weights = rollouts.SharedWeights(
+            {
+                k: ArraySpec(tuple(v.shape), v.numpy().dtype)
+                for k, v in net.state_dict().items()
+            }
+        )
+        self.weights.publish(net.state_dict(), 0)
+        self.actors = monobeast.Actors(
+            flags, spaces, self.buffers, self.weights, first_incarnation=0
+        )
+        self.flags = flags
+
+    def __enter__(self) -> "Pool":
+        self.actors.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.actors.close()
+
+    def next_rollout(self) -> dict:
+        """Poll until a buffer is full; return a copy of it, the buffer given back."""
+
+        def arrived() -> bool:
+            self.actors.poll(0.01)
+            return self.actors.stats()["buffers_full"] > 0
+
+        wait_until(arrived)
+        (index,) = self.actors.take(1)
+        rollout = map_nest(np.copy, self.buffers.rollout(index))
+        self.actors.give_back([index])
+        return rollout
+
+    def buffers_accounted_for(self) -> int:
+        actors = self.actors
+        held = sum(len(slot.held) for slot in actors.slots)
+        return held + len(actors._free) + len(actors._full)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_actors_write_rollouts_that_add_up_under_every_start_method(method):
+    with Pool(make_flags("tests.counting_env:make", "--start_method", method)) as pool:
+        for _ in range(4):
+            check_rollout(pool.next_rollout())
+
+
+@pytest.mark.parametrize("env", ["make_truncating", "make_lives", "make_nested"])
+def test_rollouts_of_one_actor_continue_one_another(env):
+    flags = make_flags(f"tests.counting_env:{env}", "--num_actors", "1")
+    with Pool(flags) as pool:
+        last_row = None
+        for _ in range(7):
+            rollout = pool.next_rollout()
+            check_rollout(rollout, last_row)
+            last_row = map_nest(lambda x: x[-1], rollout)
+
+
+def test_a_hundred_killed_actors_tear_no_rollout_and_block_nobody():
+    rng = random.Random(3)
+    learned = 0
+    with Pool(make_flags()) as pool:
+        actors = pool.actors
+
+        def consume() -> None:
+            nonlocal learned
+            actors.poll(0.001)
+            if actors.stats()["buffers_full"]:
+                check_rollout(pool.next_rollout())
+                learned += 1
+
+        for kill in range(1, 101):
+            victim = rng.choice(actors.slots)
+
+            def is_at_work(victim=victim) -> bool:
+                consume()  # One that never delivered would use up its budget.
+                return victim.process is not None and victim.budget.quick_deaths == 0
+
+            wait_until(is_at_work)
+            # Writing, running the network, or (nothing is consumed) waiting.
+            for _ in range(rng.randrange(30)):
+                actors.poll(0)
+            os.kill(victim.process.pid, signal.SIGKILL)
+
+            def is_replaced(kill=kill) -> bool:
+                consume()
+                return actors.restarts == kill
+
+            wait_until(is_replaced)
+        before = learned
+        while learned < before + 10:
+            consume()
+        assert pool.buffers_accounted_for() == pool.flags.num_buffers
+        assert actors.received == learned + actors.stats()["buffers_full"]
+        assert actors.discarded <= 100
+
+
+def test_a_slow_learner_starves_no_actor():
+    with Pool(make_flags("tests.counting_env:make", "--num_actors", "3")) as pool:
+        actors = pool.actors
+        delivered = dict.fromkeys(range(3), 0)
+        for slot in actors.slots:
+
+            def count(slot=slot) -> None:
+                delivered[slot.actor_id] += 1
+
+            slot.budget.delivered = count
+
+        def all_full() -> bool:
+            actors.poll(0.01)
+            return actors.stats()["buffers_full"] == pool.flags.num_buffers
+
+        for _ in range(30):
+            wait_until(all_full)
+            actors.give_back(actors.take(1))
+        assert max(delivered.values()) - min(delivered.values()) <= 9, delivered
+
+
+def test_a_dead_actors_environments_do_not_repeat_their_games():
+    with Pool(make_flags("tests.counting_env:make", "--num_actors", "1")) as pool:
+        first = pool.next_rollout()["observation"]
+        (slot,) = pool.actors.slots
+        os.kill(slot.process.pid, signal.SIGKILL)
+
+        def restarted() -> bool:
+            pool.actors.poll(0.01)
+            if pool.actors.stats()["buffers_full"]:
+                pool.next_rollout()
+            return pool.actors.restarts == 1 and slot.process is not None
+
+        wait_until(restarted)
+        again = pool.next_rollout()["observation"]
+    assert not np.array_equal(first, again)
+
+
+def test_an_actor_that_always_fails_ends_with_its_own_traceback():
+    with Pool(make_flags("tests.test_monobeast:broken_env")) as pool:
+
+        def fails() -> bool:
+            pool.actors.poll(0.01)
+            return False
+
+        with pytest.raises(monobeast.ActorError) as error:
+            wait_until(fails)
+    assert "5 times in a row" in str(error.value)
+    assert "Traceback" in str(error.value)
+    assert "the simulator is out of coffee" in str(error.value)
+
+
+def test_close_wakes_a_learner_that_waits_for_rollouts():
+    flags = make_flags()
+    pool = Pool(flags)  # Not started: no rollout will ever come.
+    waiting = start_thread("learner", pool.actors.take, 2)
+    wait_until(lambda: pool.actors.num_waiting() == 1)
+    pool.actors.close()
+    with pytest.raises(monobeast.ActorsClosed):
+        waiting.result(timeout=DEADLINE_S)
+
+
+def test_close_ends_actors_that_hang():
+    with Pool(make_flags("tests.test_monobeast:hanging_env")) as pool:
+        pids = [slot.process.pid for slot in pool.actors.slots]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_serial_and_asynchronous_actors_write_the_same_rollout():
+    flags = make_flags("Catch", "--num_actors", "1")
+    with Pool(flags) as pool:
+        ours = pool.next_rollout()
+    torch.manual_seed(monobeast.environment.env_seed(flags.seed, 0, 0, 0))
+    spaces = monobeast.read_spaces(flags)
+    net = monobeast.create_net(flags, spaces)
+    pool.weights.fetch(net.state_dict(), -1)
+    torch.manual_seed(monobeast.environment.env_seed(flags.seed, 0, 0, 0))
+    monobeast.create_net(flags, spaces)  # The actor drew its own weights first.
+    actor = monobeast.Actor(
+        flags, net, pool.buffers, actor_id=0, incarnation=0, fetch=lambda: 0
+    )
+    actor.unroll(0)
+    theirs = pool.buffers.rollout(0)
+    map_nest(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
+    flags = make_flags("tests.counting_env:make_truncating", "--num_actors", "1")
+    flags.batch_size = E
+    with Pool(flags) as pool:
+        rollout = pool.next_rollout()
+    gradients = []
+    for piece_bytes in (2**30, 1):
+        monkeypatch.setattr(monobeast, "PIECE_BYTES", piece_bytes)
+        torch.manual_seed(0)
+        learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+        monobeast.learn(flags, learner, rollout, ())
+        gradients.append([p.grad.clone() for p in learner.net.parameters()])
+    for whole, pieces in zip(*gradients):
+        torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-5)
+
+
+def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run():
+    flags = make_flags("Catch", "--num_actors", "1")
+    flags.batch_size = E
+    with Pool(flags) as pool:
+        good = pool.next_rollout()
+    bad = map_nest(np.copy, good)
+    bad["observation"][2, 1] = np.nan
+    learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+    monobeast.learn(flags, learner, good, ())
+    weights = {k: v.clone() for k, v in learner.net.state_dict().items()}
+    for _ in range(9):
+        monobeast.learn(flags, learner, bad, ())
+    assert (learner.updates, learner.skipped) == (1, 9)
+    with pytest.raises(FloatingPointError, match="batch: observation"):
+        monobeast.learn(flags, learner, bad, ())
+    for name, weight in learner.net.state_dict().items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=0)
+
+
+def broken_env():
+    env = monobeast.environment.make("Catch")
+
+    def step(action):
+        raise ValueError("the simulator is out of coffee")
+
+    env.step = step
+    return env
+
+
+def hanging_env():
+    env = monobeast.environment.make("Catch")
+    env.step = lambda action: signal.pause()
+    return env
