@@ -4,7 +4,6 @@
 `make_atari` builds this stack, from the emulator up to the agent:
 
     Emulator      one frame per step; sticky actions, and the set of actions
-    RecordGames   every frame into an mp4 file (only if asked)
     TimeLimit     a game that takes too long is truncated (Gymnasium's own wrapper)
     NoopReset     a game begins with a random number of no-ops
     EpisodicLife  a lost life ends the episode, the game goes on
@@ -26,7 +25,6 @@ episode's first observation (no-ops, fire) count for nobody.
 """
 
 import collections
-from pathlib import Path
 from typing import Any
 
 import ale_py
@@ -40,7 +38,7 @@ from core import environment
 # Places in every game's action set, the smallest and the full one.
 NOOP, FIRE = 0, 1
 
-FRAMES_PER_SECOND = 60  # Of the console; videos play at this rate.
+FRAMES_PER_SECOND = 60  # Of the console.
 
 # A game that FIRE ends this often in a row is not one that waits for FIRE.
 MAX_FIRE_RESETS = 10
@@ -132,7 +130,6 @@ def make_atari(
     full_action_space: bool = False,
     max_frames: int = 108_000,
     render_mode: str | None = None,
-    video_dir: str | Path | None = None,
 ) -> gym.Env:
     """Create an Atari game as the agent sees it. The defaults are protocol "impala".
 
@@ -150,7 +147,6 @@ def make_atari(
       max_frames: of one game, over all its lives, no-ops included; then it is
         truncated, at the end of a step.
       render_mode: None, "rgb_array" or "human".
-      video_dir: where to write every game as an mp4 file, at the full frame rate.
 
     Raises:
       ValueError: `env_id` is no Atari game, or an option is out of its range.
@@ -162,13 +158,6 @@ def make_atari(
         )
     if not 0 <= sticky_actions <= 1:
         raise ValueError(f"sticky_actions is {sticky_actions} but must be in [0, 1]")
-    if video_dir is not None:
-        if render_mode == "human":
-            raise ValueError(
-                "games go to a window (render_mode 'human') or to video_dir, not to "
-                "both. Leave one of them out."
-            )
-        render_mode = "rgb_array"
     options = dict(
         repeat_action_probability=sticky_actions,
         full_action_space=full_action_space,
@@ -186,8 +175,6 @@ def make_atari(
         env = environment.make(env_id, **options)
     else:
         env = Emulator(**{**gym.spec(env_id).kwargs, **options})
-    if video_dir is not None:
-        env = RecordGames(env, Path(video_dir))
     return wrap(
         env,
         noop_max=noop_max,
@@ -262,53 +249,6 @@ class Emulator(ale_py.AtariEnv):
         reward = self.ale.act(self._actions[action])
         game_over = self.ale.game_over(with_truncation=False)
         return None, reward, game_over, False, {"lives": self.ale.lives()}
-
-
-class RecordGames(gym.Wrapper):
-    """Write every game, frame by frame, to `folder`/game-0000.mp4 and so on.
-
-    Gymnasium's RecordVideo keeps a game's frames in memory until it ends: 100 KB each,
-    11 GB for a game of half an hour. Here they go straight to the encoder.
-    """
-
-    def __init__(self, env: gym.Env, folder: Path):
-        super().__init__(env)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._num_games = 0
-        self._file: Any = None  # Of the running game, from its first step on.
-
-    def reset(self, *, seed=None, options=None):
-        self._finish()
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, action):
-        result = self.env.step(action)
-        frame = np.ascontiguousarray(self.env.render())  # [H, W, 3] uint8
-        if self._file is None:
-            self._file = self._begin(*frame.shape[:2])
-        self._file.send(frame)
-        return result
-
-    def close(self):
-        self._finish()
-        self.env.close()
-
-    def _begin(self, height: int, width: int) -> Any:
-        import imageio_ffmpeg  # Comes with moviepy; only for those who want videos.
-
-        path = self._folder / f"game-{self._num_games:04}.mp4"
-        file = imageio_ffmpeg.write_frames(
-            str(path), (width, height), fps=FRAMES_PER_SECOND, macro_block_size=2
-        )
-        file.send(None)  # Starts the encoder.
-        return file
-
-    def _finish(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            self._num_games += 1
 
 
 class NoopReset(gym.Wrapper):

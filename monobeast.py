@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import faulthandler
@@ -54,8 +55,8 @@ from torch import nn
 import atari_wrappers
 import core.flags
 from core import checkpoint, environment, evaluation, losses, metrics, rollouts
-from core.recurrent import unroll_lstm
-from core.run import Learner, Run
+from core.recurrent import create_lstm, unroll_lstm
+from core.run import Learner, Run, seed_rng
 from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
@@ -289,10 +290,11 @@ class Net(nn.Module):
         self.clip_rewards = clip_rewards
         self.torso = torso(observation_space)
         core_size = self.torso.num_features + self.num_actions + 1
-        self.core = nn.LSTM(core_size, LSTM_SIZE) if use_lstm else None
+        self.core = create_lstm(core_size, LSTM_SIZE) if use_lstm else None
         head_size = LSTM_SIZE if use_lstm else core_size
-        self.policy = nn.Linear(head_size, self.num_actions)
-        self.baseline = nn.Linear(head_size, 1)
+        # All actions are about equally likely at first.
+        self.policy = orthogonal(nn.Linear(head_size, self.num_actions), gain=0.01)
+        self.baseline = orthogonal(nn.Linear(head_size, 1), gain=1.0)
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
         """Return a new episode's recurrent state: [1, B, LSTM_SIZE] each, or ()."""
@@ -335,6 +337,18 @@ class Net(nn.Module):
         return outputs, core_state
 
 
+def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
+    """Return `layer` with orthogonal weights and no bias (Saxe et al. 2014).
+
+    Signals keep their size from layer to layer. With torch's own initial weights, what
+    moves on an Atari screen changes the features of ShallowTorso by some 1e-4 only, and
+    learning takes long to begin.
+    """
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 def is_picture(space: gym.Space) -> bool:
     """Say whether convolutions with strides fit: at least 36 pixels a side."""
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
@@ -365,7 +379,7 @@ class ImageTorso(nn.Module):
         self.convs = make_convs(C).to(memory_format=torch.channels_last)
         with torch.no_grad():
             flat = self._convolve(torch.zeros(1, *space.shape)).shape[1]
-        self.fc = nn.Linear(flat, size)
+        self.fc = orthogonal(nn.Linear(flat, size))
         self.num_features = size
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
@@ -384,11 +398,11 @@ class ShallowTorso(ImageTorso):
     def __init__(self, space: gym.Space):
         def convs(channels: int) -> nn.Module:
             return nn.Sequential(
-                nn.Conv2d(channels, 32, kernel_size=8, stride=4),
+                orthogonal(nn.Conv2d(channels, 32, kernel_size=8, stride=4)),
                 nn.ReLU(),
-                nn.Conv2d(32, 64, kernel_size=4, stride=2),
+                orthogonal(nn.Conv2d(32, 64, kernel_size=4, stride=2)),
                 nn.ReLU(),
-                nn.Conv2d(64, 64, kernel_size=3, stride=1),
+                orthogonal(nn.Conv2d(64, 64, kernel_size=3, stride=1)),
                 nn.ReLU(),
             )
 
@@ -437,9 +451,9 @@ class MLPTorso(nn.Module):
         self.space = space
         size = gym.spaces.flatdim(space)
         self.layers = nn.Sequential(
-            nn.Linear(size, MLP_SIZE),
+            orthogonal(nn.Linear(size, MLP_SIZE)),
             nn.ReLU(),
-            nn.Linear(MLP_SIZE, MLP_SIZE),
+            orthogonal(nn.Linear(MLP_SIZE, MLP_SIZE)),
             nn.ReLU(),
         )
 
@@ -518,7 +532,15 @@ class Spaces:
 
 
 def read_spaces(flags: argparse.Namespace) -> Spaces:
-    envs = environment.Environments(lambda: create_env(flags), 1, seed=0)
+    """Create one environment to ask for its spaces.
+
+    Raises:
+      ConfigError: there is no such environment, or nobody could learn it.
+    """
+    try:
+        envs = environment.Environments(lambda: create_env(flags), 1, seed=0)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error  # out.log has the traceback.
     try:
         return Spaces(envs.observation_space, envs.action_space)
     finally:
@@ -603,10 +625,23 @@ def as_tensors(row: Nest) -> Nest:
 
 
 def sample_action(logits: torch.Tensor, *, greedy: bool = False) -> torch.Tensor:
-    """Sample actions [T, B] int64, numbered from 0, from logits [T, B, A]."""
+    """Sample actions [T, B] int64, numbered from 0, from logits [T, B, A].
+
+    Raises:
+      FloatingPointError: the logits are not finite.
+    """
     if greedy:
         return logits.argmax(-1)
-    flat = torch.multinomial(F.softmax(logits.flatten(0, 1), dim=-1), num_samples=1)
+    probabilities = F.softmax(logits.flatten(0, 1), dim=-1)
+    try:
+        flat = torch.multinomial(probabilities, num_samples=1)
+    except RuntimeError as error:
+        if torch.isfinite(probabilities).all():
+            raise
+        raise FloatingPointError(
+            "no action can be sampled: the policy's logits are not finite. The weights "
+            "of a run always are; check the environment's observations and rewards."
+        ) from error
     return flat.view(logits.shape[:2])
 
 
@@ -630,7 +665,7 @@ def act(
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # A stall dumps the stacks.
     torch.set_num_threads(1)
-    torch.manual_seed(environment.env_seed(flags.seed, actor_id, incarnation, 0))
+    seed_rng(environment.env_seed(flags.seed, actor_id, incarnation, 0))
     try:
         net = create_net(flags, spaces)
         tensors = net.state_dict()  # Shares memory with the parameters.
@@ -649,15 +684,24 @@ def act(
             incarnation=incarnation,
             fetch=fetch,
         )
-        while True:
-            index = pipe.recv_bytes()
-            actor.unroll(int.from_bytes(index, "little"))
-            pipe.send_bytes(b"F" + index)
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # The parent hung up.
-        actor.envs.close()
-    except Exception:
-        pipe.send_bytes(b"E" + traceback.format_exc().encode())
+        with contextlib.closing(actor.envs):
+            for index in requests(pipe):
+                actor.unroll(int.from_bytes(index, "little"))
+                with contextlib.suppress(BrokenPipeError):  # It hung up meanwhile.
+                    pipe.send_bytes(b"F" + index)
+    except BaseException:  # An environment's sys.exit() is a failure, too.
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(b"E" + traceback.format_exc().encode())
         sys.exit(1)
+
+
+def requests(pipe: connection.Connection) -> Iterator[bytes]:
+    """Yield what the parent sends, until it hangs up."""
+    while True:
+        try:
+            yield pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return
 
 
 class ActorError(Exception):
@@ -1055,7 +1099,7 @@ def train(flags: argparse.Namespace) -> Exit:
         )
         if flags.seed is None:
             flags.seed = recorded.get("flags", {}).get("seed", secrets.randbelow(2**31))
-        torch.manual_seed(flags.seed)
+        seed_rng(flags.seed)
         spaces = read_spaces(flags)
         learner = create_learner(flags, spaces)
         run = Run(flags, run_dir, learner, frames_per_step=frames_per_step(flags))
@@ -1087,7 +1131,7 @@ def train(flags: argparse.Namespace) -> Exit:
             actors = create_serial_actors(flags, learner, buffers)
             run.extra_state = lambda: serial_state(actors)
             if found is not None:
-                restore_serial(actors, found)
+                restore_serial(flags, actors, found)
         with run.open(resumed=found is not None):
             if flags.serial:
                 train_serial(run, actors, buffers, stop)
@@ -1142,7 +1186,7 @@ def train_async(
         flags, spaces, buffers, weights, first_incarnation=first_incarnation
     )
     watchdog = Watchdog(flags.stall_timeout_s)
-    threads: dict[str, Any] = {}
+    threads: dict[str, concurrent.futures.Future] = {}
     try:
         actors.start()
         for i in range(flags.num_learner_threads):
@@ -1162,20 +1206,18 @@ def train_async(
                 for pid in actors.pids():
                     os.kill(pid, signal.SIGUSR1)  # Their stacks, too.
                 raise
-        run.log(actors.stats())
     finally:
         watchdog.close()
         actors.stop_handing_out()
         join_threads(threads)
         actors.close()
+    run.log(actors.stats())  # Now that the last update is done.
 
 
-def join_threads(threads: dict[str, Any]) -> None:
-    deadline = time.monotonic() + LEARNER_JOIN_S
+def join_threads(threads: dict[str, concurrent.futures.Future]) -> None:
+    concurrent.futures.wait(threads.values(), LEARNER_JOIN_S)
     for name, thread in threads.items():
-        try:
-            thread.exception(timeout=max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
+        if not thread.done():
             log.error("%s did not stop within %g s", name, LEARNER_JOIN_S)
 
 
@@ -1239,20 +1281,23 @@ def serial_state(actors: list[Actor]) -> tuple[dict[str, Any], dict[str, dict]]:
     return state, {"actors": tensors}
 
 
-def restore_serial(actors: list[Actor], found: checkpoint.Checkpoint) -> None:
+def restore_serial(
+    flags: argparse.Namespace, actors: list[Actor], found: checkpoint.Checkpoint
+) -> None:
     """Bring the actors back to where the checkpoint left them, bit by bit.
 
     Environments cannot be saved, so each current game is played again: same seed, same
     actions.
     """
-    saved = found.state.get("actors")
-    if saved is None or len(saved) != len(actors):
-        raise ConfigError(
-            f"--serial cannot go on with run at {found.path}: it was "
-            + ("not trained with --serial" if saved is None else "trained with")
-            + (f" --num_actors {len(saved)}" if saved is not None else "")
-            + ". Use the same flags, or another --xpid."
-        )
+    trained = found.state["flags"]
+    for key in ("serial", "seed", "num_actors", "envs_per_actor"):
+        if trained[key] != getattr(flags, key):
+            raise ConfigError(
+                f"--{key} is {getattr(flags, key)} but run {flags.xpid} was trained "
+                f"with {trained[key]}, and --serial goes on exactly or not at all. "
+                f"Choose another --xpid, or leave --{key} as it was."
+            )
+    saved = found.state["actors"]
     tensors = found.tensors["actors"]
     for i, (actor, old) in enumerate(zip(actors, saved)):
         if not old["started"]:
@@ -1279,7 +1324,7 @@ def test(flags: argparse.Namespace) -> Exit:
     elif flags.video:
         render_mode = "rgb_array"
     seed = flags.seed if flags.seed is not None else secrets.randbelow(2**31)
-    torch.manual_seed(seed)
+    seed_rng(seed)
     envs = environment.Environments(
         lambda: create_env(flags, render_mode), 1, seed=seed, seed_every_game=True
     )

@@ -24,7 +24,8 @@ setup(
         "safetensors>=0.4",
         "rich>=13",
         "tensorboard>=2.15",
-        "moviepy>=2.0",
+        "imageio>=2.31",
+        "imageio-ffmpeg>=0.4.9",
         "psutil>=5.9",
     ],
     extras_require={
@@ -32,7 +33,12 @@ setup(
         "wandb": ["wandb"],
         # Classic gym, for environments that never moved to Gymnasium. atari-py is
         # compiled when it is installed: it needs a C++ compiler, cmake and zlib.
-        "classic": ["gym==0.26.2", "atari-py==0.2.9"],
+        "classic": [
+            "gym==0.26.2",
+            "atari-py==0.2.9",
+            "numpy<2; python_version<'3.13'",
+            "opencv-python-headless<4.12; python_version<'3.13'",
+        ],
         "dev": [
             "pytest",
             "pytest-timeout",

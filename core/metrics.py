@@ -97,8 +97,16 @@ FIELDS = (
         "its parts a sum over T and B, and the mean of the updates since the last row",
     ),
     Field("pg_loss", "1", "policy gradient loss"),
-    Field("baseline_loss", "1", "half the squared error to the V-trace targets"),
-    Field("entropy_loss", "1", "minus the entropy: higher means more decided"),
+    Field(
+        "baseline_loss",
+        "1",
+        "half the squared error to the V-trace targets, before --baseline_cost",
+    ),
+    Field(
+        "entropy_loss",
+        "1",
+        "minus the entropy, before --entropy_cost: higher means more decided",
+    ),
     Field(
         "entropy",
         "nats per step",

@@ -5,6 +5,18 @@ import torch
 from torch import nn
 
 
+def create_lstm(input_size: int, hidden_size: int) -> nn.LSTM:
+    """Return an LSTM that remembers from the start: its forget gates begin open.
+
+    With torch's own biases around 0 half of the state is gone after each step, and its
+    gradient with it. A bias of 1 keeps 73 % (Jozefowicz et al. 2015).
+    """
+    lstm = nn.LSTM(input_size, hidden_size)
+    with torch.no_grad():  # Gates are stacked as input, forget, cell, output.
+        lstm.get_parameter("bias_ih_l0")[hidden_size : 2 * hidden_size] += 1.0
+    return lstm
+
+
 def unroll_lstm(
     lstm: nn.LSTM,
     x: torch.Tensor,

@@ -87,6 +87,7 @@ class Learner:
             self.net.parameters(), flags.grad_norm_clipping or float("inf")
         )
         total_loss = sum(part.total.item() for part in parts)  # Syncs with the device.
+        lag = self.updates - batch["policy_version"][1:]
         if math.isfinite(total_loss) and torch.isfinite(grad_norm):
             self.optimizer.step()
             self.updates += 1
@@ -97,6 +98,8 @@ class Learner:
         T, B = batch["done"][1:].shape
         self.step += T * B
         self._record(parts, grad_norm.item(), batch)
+        self.averages.add(policy_lag_mean=lag.mean())
+        self.averages.add_max(policy_lag_max=lag.max())
         if self.skipped_in_a_row >= MAX_BAD_UPDATES:
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} updates in a row had a loss "
@@ -114,7 +117,6 @@ class Learner:
         info = rows["info"]
         ended = ~np.isnan(info["game_return"])
         self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
-        lag = self.updates - rows["policy_version"]
         self.averages.add(
             total_loss=sum(part.total.item() for part in parts),
             pg_loss=sum(part.pg.item() for part in parts),
@@ -123,9 +125,7 @@ class Learner:
             entropy=fmean(part.mean_entropy.item() for part in parts),
             mean_rho=fmean(part.mean_rho.item() for part in parts),
             grad_norm=grad_norm,
-            policy_lag_mean=lag.mean(),
         )
-        self.averages.add_max(policy_lag_max=lag.max())
         for key in self._flags.info_keys:
             values = info[key][np.isfinite(info[key])]
             if values.size:
@@ -360,6 +360,16 @@ def verdict(learner_wait: float) -> str:
     if learner_wait > 0.5:
         return f"actor-bound {learner_wait:.0%}"
     return f"learner-bound {1 - learner_wait:.0%}"
+
+
+def seed_rng(seed: int) -> None:
+    """Seed torch's, numpy's and Python's global generators.
+
+    Environments may use them; forked processes would otherwise share numpy's state.
+    """
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def rng_state() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 DEADLINE_S = 60.0  # For anything awaited; a test that needs it all has failed.
@@ -37,15 +38,26 @@ class Program:
     def text(self) -> str:
         return self.output.read_text()
 
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
     def wait(self) -> int:
         """Return the exit status."""
         self.process.join(DEADLINE_S)
         assert self.process.exitcode is not None, f"still running:\n{self.text()}"
         return self.process.exitcode
 
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Poll until it is true; fail with the output if the program ends before."""
+        wait_until(lambda: condition() or not self.is_alive())
+        assert condition(), self.text()
+
     def wait_for_text(self, text: str) -> None:
-        wait_until(lambda: text in self.text() or not self.process.is_alive())
-        assert text in self.text(), self.text()
+        self.wait_for(lambda: text in self.text())
+
+    def family(self) -> list[psutil.Process]:
+        """Return its present children, and theirs."""
+        return psutil.Process(self.pid).children(recursive=True)
 
     def kill(self) -> None:
         self.process.kill()
@@ -71,27 +83,49 @@ def _run_monobeast(argv: list[str], output: str) -> None:
 
 @pytest.fixture(scope="session")
 def _context():
-    """A fork server that has imported torch already."""
+    """A fork server that has imported torch already, and what a run imports later."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["monobeast"])
+    context.set_forkserver_preload(
+        ["monobeast", "tensorboard.summary.writer.record_writer"]
+    )
     return context
 
 
-@pytest.fixture
-def start(_context, tmp_path) -> Iterator[Callable[..., Program]]:
-    """Start MonoBeast with flags; --savedir is set. Kills what is left at the end."""
+@contextlib.contextmanager
+def starter(context, folder: Path) -> Iterator[Callable[..., Program]]:
+    """Yield `start`, which starts MonoBeast with flags; --savedir is `folder/runs`.
+
+    Kills what is left at the end.
+    """
     programs: list[Program] = []
 
     def start(*argv: object) -> Program:
         program = Program(
-            _context,
-            [str(a) for a in ("--savedir", tmp_path / "runs", *argv)],
-            tmp_path / f"out-{len(programs)}.txt",
+            context,
+            [str(a) for a in ("--savedir", folder / "runs", *argv)],
+            folder / f"out-{len(programs)}.txt",
         )
         programs.append(program)
         return program
 
-    yield start
-    for program in programs:
-        with contextlib.suppress(ProcessLookupError):
-            program.kill()
+    try:
+        yield start
+    finally:
+        for program in programs:
+            with contextlib.suppress(ProcessLookupError):
+                program.kill()
+
+
+@pytest.fixture
+def start(_context, tmp_path) -> Iterator[Callable[..., Program]]:
+    """Start MonoBeast with flags; its runs are in `tmp_path/runs`."""
+    with starter(_context, tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_for_module(_context, tmp_path_factory):
+    """Like `start`, for what many tests of a file look at; also returns the folder."""
+    folder = tmp_path_factory.mktemp("module")
+    with starter(_context, folder) as start:
+        yield start, folder / "runs"
