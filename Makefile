@@ -11,7 +11,7 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cc csrc/*/*.cc)
 
 TRAIN := --xpid 'train-{env}'
 QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 \
-  --batch_size 16 --envs_per_actor 16 --learning_rate 0.001 --epsilon 0.001
+  --batch_size 16 --envs_per_actor 16 --learning_rate 0.001
 
 .PHONY: train quickstart test test-classic lint setup clean
 

@@ -5,6 +5,7 @@
 
 Takes all flags of monobeast, and prints one table (agent steps per second):
 
+    emulator      Atari only, one core: four frames and one grey picture, no more
     environment   nothing but stepping, one process per core
     inference     nothing but the actors' forward passes, one process per core
     learner       nothing but gradient steps on one batch, in one thread
@@ -34,22 +35,22 @@ import numpy as np
 import psutil
 import torch
 
+import atari_wrappers
 import monobeast
 from core import environment
 from core.spaces import map_nest
 from core.supervise import keep_freed_memory, num_cores
 
-PART_S = 8.0  # Each measurement of a part.
-WARM_UP_S = 15.0  # End to end: processes start, buffers fill, the allocator settles.
-WHOLE_S = 30.0
+WARM_UP_S = 10.0  # End to end: processes start, buffers fill, the allocator settles.
 PARTS = ("environment", "inference", "learner")
 
 
-def run_part(part: str, flags: argparse.Namespace) -> dict[str, float]:
-    """Repeat one part's work for PART_S; return steps, CPU seconds and wall seconds."""
+def run_part(part: str, flags: argparse.Namespace, part_s: float) -> dict[str, float]:
+    """Repeat one part's work for a while; return steps, CPU and wall seconds."""
     torch.set_num_threads(1)
     keep_freed_memory()
     work, steps_per_call = {
+        "emulator": emulator_work,
         "environment": environment_work,
         "inference": inference_work,
         "learner": learner_work,
@@ -58,7 +59,7 @@ def run_part(part: str, flags: argparse.Namespace) -> dict[str, float]:
         work()
     steps = 0
     cpu, wall = time.process_time(), time.perf_counter()
-    while time.perf_counter() - wall < PART_S:
+    while time.perf_counter() - wall < part_s:
         work()
         steps += steps_per_call
     return {
@@ -66,6 +67,22 @@ def run_part(part: str, flags: argparse.Namespace) -> dict[str, float]:
         "cpu_s": time.process_time() - cpu,
         "wall_s": time.perf_counter() - wall,
     }
+
+
+def emulator_work(flags: argparse.Namespace) -> tuple[Any, int]:
+    """The yardstick to compare machines by: what no Atari environment can beat."""
+    game = monobeast.create_env(flags).unwrapped
+    game.reset(seed=0)
+    screen = np.empty(game.observation_space.shape[:2], np.uint8)
+
+    def work() -> None:
+        for _ in range(4):
+            game.ale.act(0)
+        game.ale.getScreenGrayscale(screen)
+        if game.ale.game_over():
+            game.ale.reset_game()
+
+    return work, 1
 
 
 def environment_work(flags: argparse.Namespace) -> tuple[Any, int]:
@@ -121,14 +138,17 @@ def inference_work(flags: argparse.Namespace) -> tuple[Any, int]:
 def learner_work(flags: argparse.Namespace) -> tuple[Any, int]:
     T, B = flags.unroll_length, flags.batch_size
     _, batch = random_rows(flags, (T + 1, B))
-    learner = monobeast.Learner(flags, monobeast.read_spaces(flags))
+    learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
     state = tuple(s.numpy() for s in learner.net.initial_state(B))
     return lambda: monobeast.learn(flags, learner, batch, state), T * B
 
 
-def measure_part(part: str, processes: int, argv: list[str]) -> dict[str, float]:
+def measure_part(
+    part: str, processes: int, part_s: float, argv: list[str]
+) -> dict[str, float]:
     """Run `part` in `processes` processes side by side; return rate and cost."""
-    command = [sys.executable, "-m", "benchmarks.monobeast", "--part", part, *argv]
+    command = [sys.executable, "-m", "benchmarks.monobeast", "--part", part]
+    command += ["--part_s", str(part_s), *argv]
     children = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         for _ in range(processes)
@@ -145,7 +165,7 @@ def measure_part(part: str, processes: int, argv: list[str]) -> dict[str, float]
     }
 
 
-def measure_whole(argv: list[str]) -> dict[str, float]:
+def measure_whole(whole_s: float, argv: list[str]) -> dict[str, float]:
     """Run monobeast for a while; return its rate after the warm-up, and peak memory."""
     with tempfile.TemporaryDirectory() as savedir:
         child = subprocess.Popen(
@@ -154,18 +174,31 @@ def measure_whole(argv: list[str]) -> dict[str, float]:
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-        peak = 0
-        deadline = time.monotonic() + WARM_UP_S + WHOLE_S
-        while time.monotonic() < deadline and child.poll() is None:
+        peak, started = 0, None
+        while child.poll() is None:
             peak = max(peak, tree_pss(child.pid))
             time.sleep(1.0)
+            if started is None and read_progress(Path(savedir)):
+                started = time.monotonic()
+            if started and time.monotonic() - started > WARM_UP_S + whole_s:
+                break
         child.send_signal(signal.SIGTERM)
         child.wait()
-        with open(Path(savedir) / "speed" / "logs.csv", newline="") as file:
-            rows = [(float(r["time_s"]), int(r["step"])) for r in csv.DictReader(file)]
+        rows = read_progress(Path(savedir))
     warm = [row for row in rows if row[0] >= WARM_UP_S]
+    if len(warm) < 2:
+        raise RuntimeError(f"monobeast ended with {child.returncode} after {rows[-1:]}")
     (t0, s0), (t1, s1) = warm[0], warm[-1]
     return {"sps": (s1 - s0) / (t1 - t0), "peak_mb": peak / 2**20}
+
+
+def read_progress(savedir: Path) -> list[tuple[float, int]]:
+    """Return (seconds, steps) of each row of the log so far."""
+    path = savedir / "speed" / "logs.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [(float(r["time_s"]), int(r["step"])) for r in csv.DictReader(file)]
 
 
 def tree_pss(pid: int) -> int:
@@ -187,23 +220,30 @@ def main() -> None:
         description="What bounds MonoBeast here; other flags are monobeast's."
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--part_s", type=float, default=8.0, help="seconds per part")
+    parser.add_argument(
+        "--whole_s", type=float, default=30.0, help="seconds end to end, warmed up"
+    )
     parser.add_argument("--out", type=Path, help="write the raw figures here, as JSON")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("emulator", *PARTS), help=argparse.SUPPRESS)
     own, argv = parser.parse_known_args()
     flags = monobeast.parse_flags(argv)
     flags.seed = 0 if flags.seed is None else flags.seed
     if own.part:
-        print(json.dumps(run_part(own.part, flags)))
+        print(json.dumps(run_part(own.part, flags, own.part_s)))
         return
 
     cores = num_cores()
     processes = {"environment": cores, "inference": cores, "learner": 1}
-    measured: dict[str, list[dict[str, float]]] = {part: [] for part in PARTS}
+    alone = PARTS
+    if atari_wrappers.is_atari(flags.env):
+        alone, processes = ("emulator", *PARTS), {"emulator": 1, **processes}
+    measured: dict[str, list[dict[str, float]]] = {part: [] for part in alone}
     measured["end to end"] = []
     for repeat in range(own.repeats):
-        for part in PARTS:
-            measured[part].append(measure_part(part, processes[part], argv))
-        measured["end to end"].append(measure_whole(argv))
+        for part in alone:
+            measured[part].append(measure_part(part, processes[part], own.part_s, argv))
+        measured["end to end"].append(measure_whole(own.whole_s, argv))
         print(f"repeat {repeat + 1} of {own.repeats} done", file=sys.stderr)
 
     cost = sum(statistics.median(m["cpu_us"] for m in measured[part]) for part in PARTS)
