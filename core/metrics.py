@@ -738,7 +738,8 @@ class StatusLine:
     ) -> None:
         """Take new values, and show them if it is time; `extra` as name and value."""
         self._step = step
-        self._sps = sps if self._sps is None else 0.8 * self._sps + 0.2 * sps
+        # The first row, at the start, has no rate yet.
+        self._sps = 0.8 * self._sps + 0.2 * sps if self._sps else sps
         # Where a line is too long, the parts with the highest number are left out.
         self._parts = [
             (0, f"step {_short(step)}/{_short(self._total_steps)}"),

@@ -85,9 +85,8 @@ def _run_monobeast(argv: list[str], output: str) -> None:
 def _context():
     """A fork server that has imported torch already, and what a run imports later."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["monobeast", "tensorboard.summary.writer.record_writer"]
-    )
+    later = ["torch._dynamo", "tensorboard.summary.writer.record_writer"]  # A second.
+    context.set_forkserver_preload(["monobeast", *later])
     return context
 
 

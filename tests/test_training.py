@@ -1,0 +1,666 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs as processes: bit-equal, killed, stopped, broken, resumed, tested."""
+
+import csv
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from core import checkpoint, environment
+from tests.conftest import DEADLINE_S, Program, wait_until
+
+REPOSITORY = Path(__file__).parents[1]
+ENDLESS = 10**9
+SIZES = ["--num_actors", 3, "--envs_per_actor", 2, "--batch_size", 4]
+SIZES += ["--unroll_length", 5]
+BATCH = 4 * 5  # Steps per update.
+SERIAL = ["--serial", *SIZES, "--log_interval_s", 0]
+# Forked actors start in no time; other start methods are tested where they matter.
+ASYNC = [*SIZES, "--start_method", "fork", "--log_interval_s", 0]
+
+
+# ------------------------------------------------------------- environments for --env
+
+
+class Wrong(environment.toys.Catch):
+    """Catch, but for what `step` does."""
+
+    def __init__(self, step) -> None:
+        super().__init__()
+        self._wrong_step = step
+
+    def step(self, action):
+        return self._wrong_step(super().step(action))
+
+
+def raising_env():
+    def step(result):
+        raise OSError("the simulator is out of coffee")
+
+    return Wrong(step)
+
+
+def misshapen_env():
+    return Wrong(lambda result: (result[0][:7], *result[1:]))
+
+
+def nan_env():
+    """Observations that are not finite: no action can be sampled."""
+    return Wrong(lambda result: (result[0] * np.nan, *result[1:]))
+
+
+def boundless_env():
+    """Rewards whose squares are not finite, when they are not clipped."""
+    return Wrong(lambda result: (result[0], 1e30, *result[2:]))
+
+
+def hanging_env():
+    def hang_forever(result):
+        os.write(1, b"about to hang\n")
+        while True:
+            time.sleep(1000)  # Until killed.
+
+    return Wrong(hang_forever)
+
+
+def suspicious_env():
+    """Catch in a process that notices when anything is unpickled."""
+
+    def notice(event: str, args: tuple) -> None:
+        if event == "pickle.find_class":
+            os.write(2, f"unpickled {args}\n".encode())
+
+    sys.addaudithook(notice)
+    return environment.toys.Catch()
+
+
+# ---------------------------------------------------------------------------- helpers
+
+
+def load(run_dir: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.load(run_dir / "checkpoints")
+    assert found is not None, f"no checkpoint in {run_dir}"
+    return found
+
+
+def log_rows(run_dir: Path) -> list[dict[str, str]]:
+    with open(run_dir / "logs.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def num_rows(run_dir: Path) -> int:
+    path = run_dir / "logs.csv"
+    return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def differences(run_dir: Path, other: Path) -> list[str]:
+    """Name what is not bit for bit equal in the newest checkpoints of two runs."""
+    a, b = load(run_dir), load(other)
+    assert a.tensors.keys() == b.tensors.keys() and a.state.keys() == b.state.keys()
+    different = []
+    for group, tensors in a.tensors.items():
+        assert tensors.keys() == b.tensors[group].keys()
+        for name, tensor in tensors.items():
+            if tensor.numpy().tobytes() != b.tensors[group][name].numpy().tobytes():
+                different.append(f"{group}/{name}")
+    for key in a.state.keys() - {"time_s", "flags"}:
+        if a.state[key] != b.state[key]:
+            different.append(key)
+    return different
+
+
+def ended(processes: Iterable[psutil.Process]) -> bool:
+    """Say whether none of them runs; one that only waits for its parent does not."""
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            pass
+    return True
+
+
+def result_of_test(program: Program) -> dict[str, Any]:
+    assert program.wait() == 0, program.text()
+    return json.loads(program.text().splitlines()[-1])
+
+
+# ----------------------------------------------------------------- the same bits again
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--env", "Catch"),
+        ("--env", "tests.counting_env:make_lives", "--use_lstm"),
+        ("--env", "tests.counting_env:make_truncating", "--info_keys", "half"),
+    ],
+)
+def test_two_serial_runs_with_one_seed_are_bitwise_equal(start, tmp_path, flags):
+    seeds = {"a": 7, "b": 7, "c": 8}
+    programs = [
+        start(*SERIAL, *flags, "--total_steps", 400, "--xpid", xpid, "--seed", seed)
+        for xpid, seed in seeds.items()
+    ]
+    assert [program.wait() for program in programs] == [0, 0, 0], programs[0].text()
+    a, b, c = (tmp_path / "runs" / xpid for xpid in seeds)
+    assert load(a).state["learner"]["updates"] == 400 // BATCH
+    assert differences(a, b) == []
+    assert "model/policy.weight" in differences(a, c)
+
+
+NUM_KILLS = 20
+UPDATES = 160
+
+
+def kill_somewhere(
+    program: Program, run_dir: Path, kill: int, rng: random.Random
+) -> bool:
+    """Kill a run while it starts, saves or trains; return whether it was running."""
+
+    def steps_saved() -> list[str]:
+        return [path.name for path in run_dir.glob("checkpoints/step-*")]
+
+    def is_saving() -> bool:
+        return any(run_dir.glob("checkpoints/.tmp-*")) or not program.is_alive()
+
+    step = BATCH * (UPDATES * 4 // 5) * (kill + 1) // NUM_KILLS
+
+    def has_come_far() -> bool:
+        return max(steps_saved(), default="") > f"step-{step:012d}" or (
+            not program.is_alive()
+        )
+
+    if kill % 4 == 2:
+        wait_until(is_saving)
+    elif kill % 4 == 3:
+        program.wait_for_text(rng.choice(["Run", "Preflight: cores"]))
+    else:
+        wait_until(has_come_far)
+    for _ in range(rng.randrange(300)):  # Up to some milliseconds more.
+        steps_saved()
+    program.kill()
+    return program.process.exitcode == -signal.SIGKILL
+
+
+@pytest.fixture(
+    scope="module", params=["Catch", "Memory --use_lstm"], ids=["Catch", "Memory"]
+)
+def interrupted(request, start_for_module):
+    """Return two runs with equal flags: one unbroken, one killed at random moments."""
+    start, runs = start_for_module
+    flags = ["--env", *request.param.split(), *SERIAL, "--seed", 5]
+    flags += ["--total_steps", UPDATES * BATCH]
+    name = request.param.split()[0]
+    whole, broken = runs / f"{name}-whole", runs / f"{name}-broken"
+    unbroken = start(*flags, "--xpid", whole.name)
+    again = [*flags, "--xpid", broken.name, "--checkpoint_interval_s", 0.02]
+    rng = random.Random(11)
+    kills = sum(
+        kill_somewhere(start(*again), broken, kill, rng) for kill in range(NUM_KILLS)
+    )
+    last = start(*again)
+    assert last.wait() == 0, last.text()
+    assert unbroken.wait() == 0, unbroken.text()
+    return whole, broken, kills
+
+
+def test_a_run_killed_twenty_times_ends_bit_equal_to_the_unbroken_one(interrupted):
+    whole, broken, kills = interrupted
+    assert kills >= 15
+    assert load(broken).state["learner"]["updates"] == UPDATES
+    assert differences(whole, broken) == []
+
+
+def test_a_run_killed_twenty_times_has_every_log_row_once(interrupted):
+    whole, broken, _ = interrupted
+    assert (broken / "logs.csv").read_text().count("step,frames,") == 1
+    rows = log_rows(broken)
+    assert [int(row["step"]) for row in rows] == [
+        BATCH * (update + 1) for update in range(UPDATES)
+    ]
+    times = [float(row["time_s"]) for row in rows]
+    assert times == sorted(times)
+    for row, expected in zip(rows, log_rows(whole), strict=True):
+        for machine in ("time_s", "sps", "rss_mb"):
+            del row[machine], expected[machine]
+        assert row == expected
+
+
+def test_logs_have_the_documented_header_and_blank_cells(interrupted):
+    whole, _, _ = interrupted
+    text = (whole / "logs.csv").read_text()
+    assert text.startswith("step,frames,time_s,sps,mean_episode_return,")
+    assert "nan" not in text.lower()
+    assert log_rows(whole)[0]["best_mean_return"] == ""  # Before 100 games.
+    assert float(log_rows(whole)[-1]["best_mean_return"]) < 1
+    assert log_rows(whole)[-1]["actor_restarts"] == ""  # No actor processes.
+
+
+# ---------------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize(
+    "flags, signum",
+    [(ASYNC, signal.SIGTERM), (ASYNC, signal.SIGINT), (SERIAL, signal.SIGTERM)],
+    ids=["async-SIGTERM", "async-SIGINT", "serial-SIGTERM"],
+)
+def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(
+    start, tmp_path, flags, signum
+):
+    run_dir = tmp_path / "runs" / "x"
+    program = start(*flags, "--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x")
+    program.wait_for(lambda: num_rows(run_dir) >= 3)
+    family = program.family()
+    assert len(family) >= (3 if flags is ASYNC else 0)
+    os.kill(program.pid, signum)
+    assert program.wait() == 75, program.text()
+    step = load(run_dir).step
+    name = signal.Signals(signum).name
+    assert f"Stopped by {name} at step {step}. The same command goes on" in (
+        program.text()
+    )
+    assert int(log_rows(run_dir)[-1]["step"]) == step
+    wait_until(lambda: ended(family))
+
+
+def test_ctrl_c_on_the_command_line_ends_every_process_of_the_run(tmp_path):
+    command = [sys.executable, "-m", "monobeast", "--env", "Catch", *ASYNC]
+    command += ["--start_method", "forkserver", "--total_steps", ENDLESS]
+    command += ["--xpid", "x", "--savedir", tmp_path]
+    with subprocess.Popen(
+        [str(word) for word in command],
+        cwd=REPOSITORY,
+        start_new_session=True,  # A process group of its own, as a shell would make.
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            wait_until(lambda: num_rows(tmp_path / "x") or process.poll() is not None)
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) >= 5  # Three actors, fork server, resource tracker.
+            os.killpg(process.pid, signal.SIGINT)
+            _, text = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 75, text
+    assert "Stopped by SIGINT" in text
+    assert "Traceback" not in text
+    wait_until(lambda: ended(family))
+
+
+def test_a_stopped_run_goes_on_with_its_step_best_and_recent_returns(start, tmp_path):
+    run_dir = tmp_path / "runs" / "x"
+    flags = [*ASYNC, "--env", "Catch", "--xpid", "x"]
+    program = start(*flags, "--total_steps", ENDLESS)
+
+    def has_played_enough() -> bool:
+        rows = log_rows(run_dir) if num_rows(run_dir) else []
+        return bool(rows and rows[-1]["best_mean_return"])
+
+    program.wait_for(has_played_enough)
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 75, program.text()
+    before, rows_before = load(run_dir), log_rows(run_dir)
+
+    more = 10 * BATCH  # 200 steps: 22 games or fewer, with those that had begun.
+    program = start(*flags, "--total_steps", before.step + more)
+    assert program.wait() == 0, program.text()
+    assert f"goes on from step {before.step}" in program.text()
+    after, rows = load(run_dir), log_rows(run_dir)
+    assert after.step == before.step + more
+    assert rows[: len(rows_before)] == rows_before
+    assert len(rows) > len(rows_before)
+    for name in ("step", "frames", "time_s", "games", "best_mean_return", "updates"):
+        values = [float(row[name]) for row in rows if row[name] != ""]
+        assert values == sorted(values), name
+    ours = after.state["learner"]["episodes"]
+    theirs = before.state["learner"]["episodes"]
+    new = ours["games"] - theirs["games"]
+    assert 0 < new < 40
+    assert ours["returns"][:-new] == theirs["returns"][new:]
+
+
+def test_a_second_signal_ends_the_run_at_once(start, tmp_path):
+    program = start(*ASYNC, "--env", "tests.test_training:hanging_env", "--xpid", "x")
+    program.wait_for_text("about to hang")  # So draining takes its second.
+    family = program.family()
+
+    def signalled_to_death() -> bool:
+        # The first one stops the run; the same again within DUPLICATE_S is ignored.
+        if program.is_alive():
+            os.kill(program.pid, signal.SIGTERM)
+        return not program.is_alive()
+
+    wait_until(signalled_to_death)
+    assert program.wait() == 128 + signal.SIGTERM, program.text()
+    assert "Second signal" in program.text()
+    wait_until(lambda: ended(family))
+
+
+@pytest.mark.parametrize("env", ["Catch", "tests.test_training:hanging_env"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_no_process_outlives_a_killed_run(start, tmp_path, method, env):
+    flags = [*ASYNC, "--start_method", method, "--num_actors", 2]
+    program = start(*flags, "--env", env, "--total_steps", ENDLESS, "--xpid", "x")
+    if env == "Catch":
+        run_dir = tmp_path / "runs" / "x"
+        program.wait_for(lambda: num_rows(run_dir))
+    else:
+        program.wait_for_text("about to hang")
+    family = program.family()
+    assert len(family) >= 2, program.text()
+    program.kill()
+    wait_until(lambda: ended(family))
+
+
+# ---------------------------------------------------------------------------- failures
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(
+    start, tmp_path
+):
+    env = "tests.test_training:raising_env"
+    # Four restarts: a fork server has torch imported.
+    fast = ("--start_method", "forkserver", "--num_actors", 1)
+    program = start(*ASYNC, *fast, "--env", env, "--xpid", "x")
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    assert "ActorError" in text and "5 times in a row" in text
+    assert "OSError: the simulator is out of coffee" in text
+    assert load(tmp_path / "runs" / "x").step == 0
+
+
+def test_an_environment_that_raises_in_lock_step_ends_the_run_too(start, tmp_path):
+    env = "tests.test_training:raising_env"
+    program = start(*SERIAL, "--env", env, "--xpid", "x")
+    assert program.wait() == 70, program.text()
+    assert "OSError: the simulator is out of coffee" in program.text()
+    assert load(tmp_path / "runs" / "x").step == 0
+
+
+def test_an_environment_that_breaks_its_spec_is_told_what_was_expected(start):
+    env = "tests.test_training:misshapen_env"
+    program = start(*SERIAL, "--env", env, "--xpid", "x")
+    assert program.wait() == 70, program.text()
+    assert (
+        "EnvSpecError: env 0 (Wrong) step 1: 'observation' expected float32[10,5], got "
+        "float32[7,5]" in program.text()
+    )
+
+
+@pytest.mark.parametrize("env", ["Catsh", "tests.counting_env:mak", "no.such:env"])
+def test_an_unknown_environment_is_one_line_not_a_traceback(start, env):
+    program = start(*ASYNC, "--env", env, "--xpid", "x")
+    assert program.wait() == 78, program.text()
+    assert f"--env {env}" in program.text()
+    assert "Traceback" not in program.text()
+
+
+def test_losses_that_are_not_finite_stop_the_run_and_spare_the_weights(start, tmp_path):
+    env = "tests.test_training:boundless_env"
+    program = start(*ASYNC, "--env", env, "--reward_clipping", "none", "--xpid", "x")
+    assert program.wait() == 70, program.text()
+    assert "FloatingPointError: 10 updates in a row" in program.text()
+    found = load(tmp_path / "runs" / "x")
+    # The second learner thread may have got one in before the end.
+    assert found.state["learner"]["skipped"] in (10, 11)
+    assert found.state["learner"]["updates"] == 0
+    for name, tensor in found.tensors["model"].items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def test_observations_that_are_not_finite_are_named_as_the_cause(start, tmp_path):
+    program = start(*SERIAL, "--env", "tests.test_training:nan_env", "--xpid", "x")
+    assert program.wait() == 70, program.text()
+    assert "FloatingPointError: no action can be sampled" in program.text()
+    assert "check the environment's observations" in program.text()
+    assert load(tmp_path / "runs" / "x").step == 0
+
+
+def test_an_environment_that_hangs_ends_the_run_with_every_stack(start, tmp_path):
+    env = "tests.test_training:hanging_env"
+    program = start(*ASYNC, "--env", env, "--stall_timeout_s", 1, "--xpid", "x")
+    program.wait_for_text("about to hang")
+    family = program.family()
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    assert "in hang_forever" in text  # The actor's stack,
+    assert "in train_async" in text  # the main thread's
+    assert "in learn_loop" in text  # and a learner's.
+    assert "StallError: no progress for 1 s (--stall_timeout_s 1) at step 0" in text
+    assert load(tmp_path / "runs" / "x").step == 0
+    wait_until(lambda: ended(family))
+
+
+# ------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def _trained(start_for_module) -> Path:
+    start, runs = start_for_module
+    flags = [*SERIAL, "--env", "Catch", "--seed", 3, "--xpid", "trained"]
+    flags += ["--total_steps", 400, "--checkpoint_interval_s", 0]
+    assert (program := start(*flags)).wait() == 0, program.text()
+    return runs / "trained"
+
+
+@pytest.fixture
+def trained(_trained, tmp_path) -> Path:
+    """Return a run of 20 updates, with checkpoints of the last three."""
+    run_dir = tmp_path / "runs" / "x"
+    shutil.copytree(_trained, run_dir)
+    return run_dir
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "checkpoints").glob("step-*"))
+
+
+def spoil(path: Path) -> None:
+    """Flip one bit in the middle of the weights."""
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_spoiled_checkpoint_is_named_and_the_one_before_is_used(
+    start, trained, _trained
+):
+    *_, before, newest = checkpoints(trained)
+    spoil(newest)
+    flags = [*SERIAL, "--env", "Catch", "--seed", 3, "--xpid", "x"]
+    program = start(*flags, "--total_steps", 400)
+    assert program.wait() == 0, program.text()
+    text = program.text()
+    assert f"Checkpoint not used: {newest}: 'model.safetensors' has another" in text
+    assert f"goes on from step {int(before.name[-12:])}" in text
+    assert differences(trained, _trained) == []
+
+
+def test_nothing_is_trained_or_overwritten_when_every_checkpoint_is_spoiled(
+    start, trained
+):
+    for path in checkpoints(trained):
+        spoil(path)
+    before = contents(trained)
+    program = start(*SERIAL, "--env", "Catch", "--xpid", "x", "--total_steps", 800)
+    assert program.wait() == 74, program.text()
+    assert "no checkpoint in" in program.text()
+    assert all(str(path) in program.text() for path in checkpoints(trained))
+    after = contents(trained)
+    for name in (".lock", "out.log"):
+        del before[name], after[name]
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    "flags, old, new",
+    [
+        (("--env", "Memory"), "Catch", "Memory"),
+        (("--env", "Catch", "--model", "mlp"), "auto", "mlp"),
+        (("--env", "Catch", "--use_lstm"), "False", "True"),
+        (("--env", "Catch", "--seed", 4), "3", "4"),
+        (("--env", "Catch", "--num_actors", 2), "3", "2"),
+        (("--env", "Catch", "--envs_per_actor", 4), "2", "4"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another(start, trained, flags, old, new):
+    before = contents(trained)
+    program = start(*SERIAL, "--xpid", "x", "--total_steps", 800, *flags)
+    assert program.wait() == 78, program.text()
+    line = program.text().splitlines()[-1]
+    assert line.startswith("ConfigError: --") and "Traceback" not in program.text()
+    assert f" is {new} " in line and f" {old}" in line
+    assert "Choose another --xpid, or leave" in line
+    after = contents(trained)
+    assert {k: v for k, v in before.items() if "step-" in k} == {
+        k: v for k, v in after.items() if "step-" in k
+    }
+
+
+def test_an_asynchronous_run_does_not_go_on_in_lock_step(start, tmp_path):
+    flags = ["--env", "Catch", "--xpid", "x"]
+    program = start(*ASYNC, *flags, "--total_steps", 100)
+    assert program.wait() == 0, program.text()
+    program = start(*SERIAL, *flags, "--total_steps", 200)
+    assert program.wait() == 78, program.text()
+    assert "--serial is True but run x was trained with False" in program.text()
+
+
+def test_a_full_disk_is_survived_while_training_and_fatal_at_the_end(start, tmp_path):
+    run_dir = tmp_path / "runs" / "x"
+    program = start(
+        *ASYNC,
+        *("--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x"),
+        *("--checkpoint_interval_s", 0.2, "--log_interval_s", 0.1),
+    )
+
+    def newest() -> str:
+        assert program.is_alive(), program.text()
+        return max((path.name for path in checkpoints(run_dir)), default="")
+
+    def set_file_size(limit: int) -> None:
+        no_limit = resource.RLIM_INFINITY
+        resource.prlimit(program.pid, resource.RLIMIT_FSIZE, (limit, no_limit))
+
+    wait_until(newest)
+    set_file_size(200_000)  # Logs fit, weights (320 kB) do not.
+    program.wait_for_text("Training goes on.")
+    old, rows = newest(), num_rows(run_dir)
+    wait_until(lambda: num_rows(run_dir) > rows + 2)
+    set_file_size(resource.RLIM_INFINITY)  # There is room again.
+    wait_until(lambda: newest() > old)
+    set_file_size(200_000)
+    count = program.text().count("Training goes on.")
+    wait_until(lambda: program.text().count("Training goes on.") > count)
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 74, program.text()
+    assert "CheckpointError: saving" in program.text()
+    assert load(run_dir).path.name > old
+
+
+# --------------------------------------------------------------------- one run, twice
+
+
+def test_a_finished_run_has_nothing_more_to_do(start, trained):
+    before = contents(trained / "checkpoints")
+    program = start(*SERIAL, "--env", "Catch", "--xpid", "x", "--total_steps", 400)
+    assert program.wait() == 0, program.text()
+    assert "Nothing to do: run x is at step 400 of --total_steps 400" in program.text()
+    assert contents(trained / "checkpoints") == before
+
+
+def test_a_run_that_is_in_progress_is_not_started_again(start, tmp_path):
+    flags = [*ASYNC, "--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x"]
+    first = start(*flags)
+    first.wait_for(lambda: num_rows(tmp_path / "runs" / "x"))
+    second = start(*flags)
+    assert second.wait() == 78
+    assert f"is in use by process {first.pid} on " in second.text()
+    assert first.is_alive()
+
+
+def test_a_run_unpickles_nothing(start, tmp_path):
+    flags = [*SERIAL, "--env", "tests.test_training:suspicious_env", "--xpid", "x"]
+    for total_steps in (100, 200):
+        program = start(*flags, "--total_steps", total_steps)
+        assert program.wait() == 0, program.text()
+        assert "unpickled" not in program.text()
+    assert "goes on from step 100" in program.text()
+
+
+# --------------------------------------------------------------------------- test mode
+
+
+def test_test_mode_agrees_with_training(start, tmp_path):
+    """The flags of training are found in meta.json: only --xpid is repeated."""
+    flags = ["--env", "Catch", "--xpid", "x", "--seed", 1, "--serial"]
+    flags += ["--num_actors", 1, "--batch_size", 8, "--total_steps", 50_000]
+    program = start(*flags, "--learning_rate", 0.002, "--epsilon", 0.001)
+    assert program.wait() == 0, program.text()
+    trained = float(log_rows(tmp_path / "runs" / "x")[-1]["mean_episode_return"])
+    assert trained > 0.8
+    result = result_of_test(
+        start("--mode", "test", "--xpid", "x", "--num_episodes", 100, "--seed", 2)
+    )
+    assert result["episodes"] == 100
+    assert result["step"] >= 50_000
+    # Two means of 100 games each with this standard error, and a policy that moved.
+    assert abs(result["mean_return"] - trained) < 4 * max(result["stderr"], 0.03)
+
+
+def test_test_mode_plays_a_recurrent_policy(start_for_module, interrupted):
+    start, _ = start_for_module
+    whole, _, _ = interrupted
+    result = result_of_test(
+        start("--mode", "test", "--xpid", whole.name, "--num_episodes", 3)
+    )
+    assert result["env"] == whole.name.removesuffix("-whole")
+    assert result["episodes"] == 3
+    assert {"mean_return", "stderr", "min", "max"} <= result.keys()
+
+
+def test_test_mode_writes_videos(start, trained):
+    program = start("--mode", "test", "--xpid", "x", "--num_episodes", 2, "--video")
+    assert result_of_test(program)["episodes"] == 2
+    videos = sorted((trained / "video").glob("*.mp4"))
+    assert [path.name for path in videos] == ["game-000.mp4", "game-001.mp4"]
+    assert all(path.read_bytes()[4:8] == b"ftyp" for path in videos)
+
+
+def test_test_mode_without_a_checkpoint_says_so(start, trained):
+    shutil.rmtree(trained / "checkpoints")
+    program = start("--mode", "test", "--xpid", "x")
+    assert program.wait() == 78, program.text()
+    assert "holds no checkpoint yet" in program.text()
+    assert "Traceback" not in program.text()
+
+
+def test_test_mode_of_an_unknown_run_says_what_to_name(start):
+    program = start("--mode", "test", "--xpid", "nowhere")
+    assert program.wait() == 2, program.text()
+    assert "nowhere holds no run" in program.text() and "--xpid" in program.text()
