@@ -601,10 +601,10 @@ class Actor:
             version = self._fetch()
             outputs, self.state = self.net(as_tensors(row), self.state)
             row = self.buffers.row(index, t + 1)
-            row["policy_logits"][...] = outputs["policy_logits"][0]
-            row["baseline"][...] = outputs["baseline"][0]
-            row["action"][...] = sample_action(outputs["policy_logits"])[0]
-            row["action"][...] += self.net.first_action
+            action = sample_action(outputs["policy_logits"]) + self.net.first_action
+            row["policy_logits"][...] = outputs["policy_logits"][0].numpy()
+            row["baseline"][...] = outputs["baseline"][0].numpy()
+            row["action"][...] = action[0].numpy()
             row["policy_version"][...] = version
             self.envs.step(row["action"], row)
         map_nest(np.copyto, self.last_row, row)
@@ -983,7 +983,7 @@ def learn(
     rows = map_nest(lambda x: torch.from_numpy(x).to(device), batch)
     state = tuple(torch.from_numpy(s).to(device) for s in agent_state)
     with learner.lock:
-        if learner.finished():
+        if learner.finished() or learner.failed:
             return  # Another thread did the last update meanwhile.
         parts = []
         learner.optimizer.zero_grad()
@@ -1211,6 +1211,9 @@ def train_async(
         actors.stop_handing_out()
         join_threads(threads)
         actors.close()
+    for thread in threads.values():
+        if thread.done():
+            thread.result()  # A failure of the last moment is one, too.
     run.log(actors.stats())  # Now that the last update is done.
 
 

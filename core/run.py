@@ -59,6 +59,7 @@ class Learner:
         self.updates = 0  # Optimizer steps: the version of the weights.
         self.skipped = 0  # Updates left out because something was not finite.
         self.skipped_in_a_row = 0
+        self.failed = False  # Too many of them; whoever comes next leaves it at that.
         self.episodes = metrics.EpisodeStats()
         # Between two rows of the log; has a lock of its own.
         self.averages = metrics.Averages()
@@ -101,6 +102,7 @@ class Learner:
         self.averages.add(policy_lag_mean=lag.mean())
         self.averages.add_max(policy_lag_max=lag.max())
         if self.skipped_in_a_row >= MAX_BAD_UPDATES:
+            self.failed = True
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} updates in a row had a loss "
                 f"({total_loss}) or gradient norm ({grad_norm.item()}) that is "

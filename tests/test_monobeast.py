@@ -255,8 +255,10 @@ def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run(
     for _ in range(9):
         monobeast.learn(flags, learner, bad, ())
     assert (learner.updates, learner.skipped) == (1, 9)
-    with pytest.raises(FloatingPointError, match="batch: observation"):
+    with pytest.raises(FloatingPointError, match="10 .* batch: observation"):
         monobeast.learn(flags, learner, bad, ())
+    monobeast.learn(flags, learner, bad, ())  # By another thread: no second failure.
+    assert learner.skipped == 10
     for name, weight in learner.net.state_dict().items():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=0)
 
