@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import types
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from core.supervise import (
     exit_with_parent,
     start_thread,
 )
+from tests.conftest import wait_until
 
 DEADLINE_S = 30.0  # Of every wait for another thread or process.
 ROOT = Path(__file__).parent.parent
@@ -44,13 +44,6 @@ def run_python(code):
         text=True,
         timeout=DEADLINE_S,
     )
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 @pytest.fixture
