@@ -288,7 +288,9 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(
     wait_until(lambda: ended(family))
 
 
-def test_ctrl_c_on_the_command_line_ends_every_process_of_the_run(tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum):
+    """As Ctrl-C in a terminal does, and `timeout`."""
     command = [sys.executable, "-m", "monobeast", "--env", "Catch", *ASYNC]
     command += ["--start_method", "forkserver", "--total_steps", ENDLESS]
     command += ["--xpid", "x", "--savedir", tmp_path]
@@ -303,12 +305,12 @@ def test_ctrl_c_on_the_command_line_ends_every_process_of_the_run(tmp_path):
             wait_until(lambda: num_rows(tmp_path / "x") or process.poll() is not None)
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) >= 5  # Three actors, fork server, resource tracker.
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, signum)
             _, text = process.communicate(timeout=DEADLINE_S)
         finally:
             process.kill()
     assert process.returncode == 75, text
-    assert "Stopped by SIGINT" in text
+    assert f"Stopped by {signum.name}" in text
     assert "Traceback" not in text
     wait_until(lambda: ended(family))
 
