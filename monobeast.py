@@ -77,6 +77,9 @@ log = logging.getLogger("monobeast")
 TICK_S = 0.2  # The main loop looks at signals, failures and clocks at least this often.
 LEARNER_JOIN_S = 30.0  # An update of the largest batch on one core, with room.
 PIECE_BYTES = 6 * 2**20  # Observations that the CPU learns from at once.
+# Where actors and learner share cores the learner comes first: actors can wait for it
+# (they run out of buffers), and a preempted learner leaves cores idle.
+ACTOR_NICE = 5
 ACTOR_EXIT_S = 1.0  # For an environment's close(); then the actor is killed.
 
 
@@ -665,6 +668,7 @@ def act(
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # A stall dumps the stacks.
     torch.set_num_threads(1)
+    os.nice(ACTOR_NICE)
     seed_rng(environment.env_seed(flags.seed, actor_id, incarnation, 0))
     try:
         net = create_net(flags, spaces)
