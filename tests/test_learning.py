@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MonoBeast learns: fixed seeds, scores that a broken learner does not reach.
 
-Seen red: a sign error in V-trace's delta, the action of the row before, no reset of the
-recurrent state, and a discount of 0 (the last two with Memory).
+Seen red: Catch with a sign error in V-trace's delta, with the action of the row before,
+and with a discount of 0; Memory with a recurrent state that is always zero.
 """
 
 import csv
