@@ -34,7 +34,6 @@ import dataclasses
 import faulthandler
 import logging
 import multiprocessing
-import operator
 import secrets
 import signal
 import sys
@@ -56,7 +55,7 @@ import atari_wrappers
 import core.flags
 from core import checkpoint, environment, evaluation, losses, metrics, rollouts
 from core.recurrent import create_lstm, unroll_lstm
-from core.run import Learner, Run, seed_rng
+from core.run import Learner, Run, run_program, seed_rng
 from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
@@ -67,6 +66,7 @@ from core.supervise import (
     check_resources,
     describe_exit,
     exit_with_parent,
+    join_threads,
     keep_freed_memory,
     num_cores,
     start_thread,
@@ -76,7 +76,6 @@ log = logging.getLogger("monobeast")
 
 TICK_S = 0.2  # The main loop looks at signals, failures and clocks at least this often.
 LEARNER_JOIN_S = 30.0  # An update of the largest batch on one core, with room.
-PIECE_BYTES = 6 * 2**20  # Observations that the CPU learns from at once.
 # Where actors and learner share cores the learner comes first: actors can wait for it
 # (they run out of buffers), and a preempted learner leaves cores idle.
 ACTOR_NICE = 5
@@ -87,19 +86,9 @@ ACTOR_EXIT_S = 1.0  # For an environment's close(); then the actor is killed.
 
 
 def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line; exits with status 2 if something is wrong.
-
-    Testing takes what the run was trained with (environment, model...) from its
-    meta.json, unless the command line says otherwise.
-    """
+    """Parse and check the command line; exits with status 2 if something is wrong."""
     parser = make_parser()
-    flags = parser.parse_args(argv)
-    if flags.mode != "train":
-        trained = metrics.read_meta(run_dir_to_test(parser, flags))["flags"]
-        keep = ("env", "model", "use_lstm", "reward_clipping", *core.flags.ATARI_FLAGS)
-        parser.set_defaults(**{key: trained[key] for key in keep})
-        flags = parser.parse_args(argv)
-    return check_flags(parser, flags)
+    return check_flags(parser, core.flags.parse(parser, argv))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -146,43 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
         "with --seed two runs on the CPU are bitwise equal",
     )
 
-    learner = parser.add_argument_group("learner")
-    learner.add_argument(
-        "--total_steps",
-        type=whole(1),
-        default=50_000_000,
-        help="agent steps to train for",
-    )
-    learner.add_argument(
-        "--batch_size", type=whole(1), default=32, metavar="B", help="rollouts a batch"
-    )
-    learner.add_argument(
-        "--unroll_length",
-        type=whole(1),
-        default=20,
-        metavar="T",
-        help="steps per rollout",
-    )
-    learner.add_argument(
-        "--num_learner_threads",
-        "--num_threads",
-        type=whole(1),
-        help="threads that assemble batches; they take turns at the gradient step. "
-        "Default: 2, or 1 with --serial",
-    )
-    learner.add_argument(
-        "--disable_cuda", action="store_true", help="learn on the CPU even with a GPU"
-    )
-    learner.add_argument(
-        "--model",
-        choices=["auto", "deep", "shallow", "mlp"],
-        default="auto",
-        help="deep: the IMPALA paper's residual network. shallow: three convolutions. "
-        "mlp: any small observation. auto: shallow for pictures, else mlp",
-    )
-    learner.add_argument(
-        "--use_lstm", action="store_true", help="add a recurrent core to the network"
-    )
+    core.flags.add_learner_flags(parser)
     core.flags.add_loss_flags(parser)
     core.flags.add_optimizer_flags(parser)
     return parser
@@ -223,34 +176,7 @@ def check_flags(
         )
     if flags.num_learner_threads is None:
         flags.num_learner_threads = 1 if flags.serial else 2
-    if flags.total_steps < B * flags.unroll_length:
-        parser.error(
-            f"--total_steps is {flags.total_steps} but one batch has --batch_size "
-            f"({B}) x --unroll_length ({flags.unroll_length}) = "
-            f"{B * flags.unroll_length} steps. Raise --total_steps."
-        )
-    flags.savedir = str(Path(flags.savedir).expanduser())
-    if flags.xpid is not None:
-        flags.xpid = expand_xpid(flags)
-    elif flags.mode == "train":
-        flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")
     return flags
-
-
-def expand_xpid(flags: argparse.Namespace) -> str:
-    return flags.xpid.replace("{env}", flags.env.replace("/", "-").replace(":", "-"))
-
-
-def run_dir_to_test(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> Path:
-    """Return the folder of the run that `--mode test` plays."""
-    xpid = expand_xpid(flags) if flags.xpid is not None else "latest"
-    run_dir = Path(flags.savedir).expanduser() / xpid
-    if not (run_dir / "meta.json").is_file():
-        parser.error(
-            f"--mode is {flags.mode} but {run_dir} holds no run. Name one that has "
-            "been trained with --xpid and --savedir."
-        )
-    return run_dir.resolve()
 
 
 # ------------------------------------------------------------------------- the agent
@@ -543,7 +469,7 @@ def read_spaces(flags: argparse.Namespace) -> Spaces:
     try:
         envs = environment.Environments(lambda: create_env(flags), 1, seed=0)
     except ValueError as error:
-        raise ConfigError(str(error)) from error  # out.log has the traceback.
+        raise ConfigError(str(error)) from error
     try:
         return Spaces(envs.observation_space, envs.action_space)
     finally:
@@ -992,7 +918,7 @@ def learn(
         parts = []
         learner.optimizer.zero_grad()
         # The loss is a sum over columns, and so is its gradient.
-        for rows_part, state_part in split_columns(rows, state):
+        for rows_part, state_part in losses.split_columns(rows, state):
             outputs, _ = net(rows_part, state_part)
             part = losses.impala_loss(
                 outputs,
@@ -1005,23 +931,6 @@ def learn(
             part.total.backward()
             parts.append(part)
         learner.update(parts, batch)
-
-
-def split_columns(
-    rows: Nest, state: tuple[torch.Tensor, ...]
-) -> Iterator[tuple[Nest, tuple[torch.Tensor, ...]]]:
-    """Cut a batch into groups of columns; a GPU takes it whole.
-
-    The activations of a whole batch take hundreds of MB. On the CPU one group after
-    another uses the same, warm memory.
-    """
-    B = rows["done"].shape[1]
-    size = sum(x.nbytes for _, x in leaves(rows["observation"]))
-    n = 1 if rows["done"].is_cuda else min(B, -(-size // PIECE_BYTES))
-    bounds = [i * B // n for i in range(n + 1)]
-    for group in map(slice, bounds[:-1], bounds[1:]):
-        columns = operator.itemgetter((slice(None), group))  # x[:, group]
-        yield map_nest(columns, rows), tuple(map(columns, state))
 
 
 def learn_loop(
@@ -1095,6 +1004,7 @@ def create_buffers(
 
 def train(flags: argparse.Namespace) -> Exit:
     """Train until --total_steps, a signal or a failure; a checkpoint is left behind."""
+    spaces = read_spaces(flags)  # First: a misspelt --env leaves no run behind.
     run_dir = metrics.prepare_run_dir(Path(flags.savedir), flags.xpid)
     with metrics.setup_logging(run_dir), StopSignal() as stop:
         keep_freed_memory()
@@ -1104,7 +1014,6 @@ def train(flags: argparse.Namespace) -> Exit:
         if flags.seed is None:
             flags.seed = recorded.get("flags", {}).get("seed", secrets.randbelow(2**31))
         seed_rng(flags.seed)
-        spaces = read_spaces(flags)
         learner = create_learner(flags, spaces)
         run = Run(flags, run_dir, learner, frames_per_step=frames_per_step(flags))
         found = run.resume()
@@ -1213,19 +1122,12 @@ def train_async(
     finally:
         watchdog.close()
         actors.stop_handing_out()
-        join_threads(threads)
+        join_threads(threads, LEARNER_JOIN_S)
         actors.close()
     for thread in threads.values():
         if thread.done():
             thread.result()  # A failure of the last moment is one, too.
     run.log(actors.stats())  # Now that the last update is done.
-
-
-def join_threads(threads: dict[str, concurrent.futures.Future]) -> None:
-    concurrent.futures.wait(threads.values(), LEARNER_JOIN_S)
-    for name, thread in threads.items():
-        if not thread.done():
-            log.error("%s did not stop within %g s", name, LEARNER_JOIN_S)
 
 
 # ---------------------------------------------------------------------------- serial
@@ -1321,64 +1223,27 @@ def restore_serial(
 
 def test(flags: argparse.Namespace) -> Exit:
     """Play --num_episodes full games with a run's newest checkpoint; report returns."""
-    run_dir = run_dir_to_test(make_parser(), flags)
-    found = checkpoint.load(run_dir / "checkpoints")
-    if found is None:
-        raise ConfigError(f"{run_dir} holds no checkpoint yet. Train a little longer.")
-    render_mode = None
-    if flags.mode == "test_render":
-        render_mode = "human"
-    elif flags.video:
-        render_mode = "rgb_array"
-    seed = flags.seed if flags.seed is not None else secrets.randbelow(2**31)
-    seed_rng(seed)
-    envs = environment.Environments(
-        lambda: create_env(flags, render_mode), 1, seed=seed, seed_every_game=True
-    )
-    try:
-        net = create_net(flags, Spaces(envs.observation_space, envs.action_space))
-        checkpoint.check_tensors(net.state_dict(), found.tensors["model"], what="model")
-        net.load_state_dict(found.tensors["model"])
 
+    def policy(net: Net) -> evaluation.Policy:
         @torch.inference_mode()
-        def policy(row: Nest, state: Any) -> tuple[np.ndarray, Any]:
+        def act(row: Nest, state: Any) -> tuple[np.ndarray, Any]:
             outputs, state = net(as_tensors(row), state)
             action = sample_action(outputs["policy_logits"], greedy=flags.greedy)
             return action[0].numpy() + net.first_action, state
 
-        print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")
-        games = evaluation.play(
-            envs,
-            policy,
-            net.initial_state(1),
-            num_games=flags.num_episodes,
-            video_dir=run_dir / "video" if flags.video else None,
-        )
-        evaluation.report(
-            games,
-            run_dir,
-            step=found.step,
-            settings={"env": flags.env, "greedy": flags.greedy, "seed": seed},
-        )
-    finally:
-        envs.close()
+        return act
+
+    evaluation.test_run(
+        flags,
+        create_env=lambda render_mode: create_env(flags, render_mode),
+        create_net=lambda obs, action: create_net(flags, Spaces(obs, action)),
+        policy=policy,
+    )
     return Exit.DONE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        flags = parse_flags(argv)
-        faulthandler.enable()
-        return int(train(flags) if flags.mode == "train" else test(flags))
-    except (ConfigError, metrics.RunDirBusy, checkpoint.CheckpointMismatch) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return int(Exit.CONFIG)
-    except checkpoint.CheckpointError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return int(Exit.CHECKPOINT)
-    except Exception:
-        traceback.print_exc()
-        return int(Exit.INTERNAL)
+    return run_program(parse_flags, train, test, argv)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test mode: play full games with a trained policy, report returns, record videos."""
 
+import argparse
 import contextlib
 import csv
 import dataclasses
 import json
 import math
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
+import core.flags
+from core import checkpoint
 from core.environment import Environments
+from core.run import seed_rng
 from core.spaces import Nest, map_nest
+from core.supervise import ConfigError
 
 # (row [1, ...], recurrent state) -> (actions [1, ...], recurrent state).
 Policy = Callable[[Nest, Any], tuple[np.ndarray, Any]]
@@ -145,3 +152,57 @@ def report(
     )
     print(json.dumps(result))
     return result
+
+
+def test_run(
+    flags: argparse.Namespace,
+    *,
+    create_env: Callable[[str | None], Any],
+    create_net: Callable[[gym.Space, gym.Space], Any],
+    policy: Callable[[Any], Policy],
+) -> None:
+    """Play `--num_episodes` full games with a run's newest checkpoint; report them.
+
+    Args:
+      create_env: creates the environment, given a render mode.
+      create_net: creates the network, given the observation and the action space.
+      policy: makes a policy of a network.
+
+    Raises:
+      ConfigError: there is no checkpoint, or no such environment.
+    """
+    run_dir = core.flags.run_dir_to_test(flags)
+    found = checkpoint.load(run_dir / "checkpoints")
+    if found is None:
+        raise ConfigError(f"{run_dir} holds no checkpoint yet. Train a little longer.")
+    render_mode = None
+    if flags.mode == "test_render":
+        render_mode = "human"
+    elif flags.video:
+        render_mode = "rgb_array"
+    seed = flags.seed if flags.seed is not None else secrets.randbelow(2**31)
+    seed_rng(seed)
+    try:
+        envs = Environments(
+            lambda: create_env(render_mode), 1, seed=seed, seed_every_game=True
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    with contextlib.closing(envs):
+        net = create_net(envs.observation_space, envs.action_space)
+        checkpoint.check_tensors(net.state_dict(), found.tensors["model"], what="model")
+        net.load_state_dict(found.tensors["model"])
+        print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")
+        games = play(
+            envs,
+            policy(net),
+            net.initial_state(1),
+            num_games=flags.num_episodes,
+            video_dir=run_dir / "video" if flags.video else None,
+        )
+        report(
+            games,
+            run_dir,
+            step=found.step,
+            settings={"env": flags.env, "greedy": flags.greedy, "seed": seed},
+        )

@@ -6,7 +6,9 @@ Needs neither torch nor a compiler: the environment servers parse flags too.
 
 import argparse
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
 def whole(at_least: int) -> Callable[[str], int]:
@@ -191,6 +193,46 @@ ATARI_FLAGS = (
 )
 
 
+def add_learner_flags(parser: argparse.ArgumentParser) -> None:
+    learner = parser.add_argument_group("learner")
+    learner.add_argument(
+        "--total_steps",
+        type=whole(1),
+        default=50_000_000,
+        help="agent steps to train for",
+    )
+    learner.add_argument(
+        "--batch_size", type=whole(1), default=32, metavar="B", help="rollouts a batch"
+    )
+    learner.add_argument(
+        "--unroll_length",
+        type=whole(1),
+        default=20,
+        metavar="T",
+        help="steps per rollout",
+    )
+    learner.add_argument(
+        "--num_learner_threads",
+        "--num_threads",
+        type=whole(1),
+        help="threads that assemble batches; they take turns at the gradient step. "
+        "Default: 2, but 1 with MonoBeast's --serial",
+    )
+    learner.add_argument(
+        "--disable_cuda", action="store_true", help="learn on the CPU even with a GPU"
+    )
+    learner.add_argument(
+        "--model",
+        choices=["auto", "deep", "shallow", "mlp"],
+        default="auto",
+        help="deep: the IMPALA paper's residual network. shallow: three convolutions. "
+        "mlp: any small observation. auto: shallow for pictures, else mlp",
+    )
+    learner.add_argument(
+        "--use_lstm", action="store_true", help="add a recurrent core to the network"
+    )
+
+
 def add_loss_flags(parser: argparse.ArgumentParser) -> None:
     loss = parser.add_argument_group("loss (sums over T and B)")
     loss.add_argument(
@@ -244,10 +286,45 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse the command line of a trainer.
+
+    Testing takes what the run was trained with (environment, model...) from its
+    meta.json, unless the command line says otherwise.
+    """
+    flags = parser.parse_args(argv)
+    if flags.mode == "train":
+        return flags
+    from core import metrics  # Needs packages that environment servers do without.
+
+    run_dir = run_dir_to_test(flags)
+    if not (run_dir / "meta.json").is_file():
+        parser.error(
+            f"--mode is {flags.mode} but {run_dir} holds no run. Name one that has "
+            "been trained with --xpid and --savedir."
+        )
+    trained = metrics.read_meta(run_dir)["flags"]
+    keep = ("env", "model", "use_lstm", "reward_clipping", *ATARI_FLAGS)
+    parser.set_defaults(**{key: trained[key] for key in keep})
+    return parser.parse_args(argv)
+
+
+def run_dir_to_test(flags: argparse.Namespace) -> Path:
+    """Return the folder of the run that `--mode test` plays."""
+    xpid = _expand(flags.xpid, flags.env) if flags.xpid is not None else "latest"
+    return (Path(flags.savedir).expanduser() / xpid).resolve()
+
+
+def _expand(xpid: str, env: str) -> str:
+    return xpid.replace("{env}", env.replace("/", "-").replace(":", "-"))
+
+
 def check_common(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
 ) -> None:
-    """Refuse combinations of the shared flags that make no sense (exit status 2)."""
+    """Check what the trainers' flags share (exit status 2), and fill in names."""
     if not is_atari:
         for flag in ATARI_FLAGS:
             value = getattr(flags, flag)
@@ -279,3 +356,14 @@ def check_common(
             f"--xpid is {flags.xpid!r} but must be a plain folder name inside "
             "--savedir. Put the path into --savedir."
         )
+    B, T = flags.batch_size, flags.unroll_length
+    if flags.total_steps < B * T:
+        parser.error(
+            f"--total_steps is {flags.total_steps} but one batch has --batch_size "
+            f"({B}) x --unroll_length ({T}) = {B * T} steps. Raise --total_steps."
+        )
+    flags.savedir = str(Path(flags.savedir).expanduser())
+    if flags.xpid is not None:
+        flags.xpid = _expand(flags.xpid, flags.env)
+    elif flags.mode == "train":
+        flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")

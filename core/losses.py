@@ -5,13 +5,17 @@ Espeholt et al. 2018 (arXiv:1802.01561), section 4.2. All losses are sums over T
 as in the authors' own code: a larger batch makes larger gradients.
 """
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from core import vtrace
+from core.spaces import Nest, leaves, map_nest
+
+PIECE_BYTES = 6 * 2**20  # Observations that the CPU learns from at once.
 
 
 class ImpalaLoss(NamedTuple):
@@ -203,3 +207,20 @@ def _check_rows(
     # Not uint8: there ~ is bitwise and makes 255 of 0.
     vtrace.check("done", batch["done"], rows, torch.bool)
     vtrace.check("truncated", batch["truncated"], rows, torch.bool)
+
+
+def split_columns(
+    rows: Nest, state: tuple[torch.Tensor, ...]
+) -> Iterator[tuple[Nest, tuple[torch.Tensor, ...]]]:
+    """Cut a batch into groups of columns; a GPU takes it whole.
+
+    The activations of a whole batch take hundreds of MB. On the CPU one group after
+    another uses the same, warm memory.
+    """
+    B = rows["done"].shape[1]
+    size = sum(x.nbytes for _, x in leaves(rows["observation"]))
+    n = 1 if rows["done"].is_cuda else min(B, -(-size // PIECE_BYTES))
+    bounds = [i * B // n for i in range(n + 1)]
+    for group in map(slice, bounds[:-1], bounds[1:]):
+        columns = operator.itemgetter((slice(None), group))  # x[:, group]
+        yield map_nest(columns, rows), tuple(map(columns, state))

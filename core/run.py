@@ -13,11 +13,14 @@ resumed, compared and tested alike:
 
 import argparse
 import contextlib
+import faulthandler
 import logging
 import math
 import random
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +33,7 @@ from torch import nn
 from core import checkpoint, metrics
 from core.losses import ImpalaLoss
 from core.spaces import Nest, leaves, map_nest
-from core.supervise import ConfigError
+from core.supervise import ConfigError, Exit
 
 log = logging.getLogger(__name__)
 
@@ -393,3 +396,28 @@ def restore_rng(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None
     np.random.set_state((kind, keys, *numpy_rest))
     version, gauss_next = state["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss_next))
+
+
+def run_program(
+    parse_flags: Callable[..., argparse.Namespace],
+    train: Callable[[argparse.Namespace], Exit],
+    test: Callable[[argparse.Namespace], Exit],
+    argv: Sequence[str] | None,
+) -> int:
+    """Do what the command line asks for; return the exit status.
+
+    An error that the user can remove is one line, any other a traceback.
+    """
+    try:
+        flags = parse_flags(argv)
+        faulthandler.enable()
+        return int(train(flags) if flags.mode == "train" else test(flags))
+    except (ConfigError, metrics.RunDirBusy, checkpoint.CheckpointMismatch) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return int(Exit.CONFIG)
+    except checkpoint.CheckpointError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return int(Exit.CHECKPOINT)
+    except Exception:
+        traceback.print_exc()
+        return int(Exit.INTERNAL)

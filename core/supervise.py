@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import enum
 import faulthandler
+import logging
 import math
 import os
 import resource
@@ -18,12 +19,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+log = logging.getLogger(__name__)
 
 CGROUP = Path("/sys/fs/cgroup")  # In a container with cgroup v2: the container's own.
 HANG_GRACE_S = 60.0  # For a main loop that is slow to save, not stuck.
@@ -99,6 +102,16 @@ def start_thread(
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def join_threads(
+    threads: Mapping[str, concurrent.futures.Future], limit_s: float
+) -> None:
+    """Wait for threads that were told to stop; log the names of those that do not."""
+    concurrent.futures.wait(threads.values(), limit_s)
+    for name, thread in threads.items():
+        if not thread.done():
+            log.error("%s did not stop within %g s", name, limit_s)
 
 
 class RestartBudget:

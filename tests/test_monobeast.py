@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import monobeast
-from core import rollouts
+from core import losses, rollouts
 from core.spaces import ArraySpec, map_nest
 from core.supervise import start_thread
 from tests.conftest import DEADLINE_S, wait_until
@@ -233,7 +233,7 @@ def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
         rollout = pool.next_rollout()
     gradients = []
     for piece_bytes in (2**30, 1):
-        monkeypatch.setattr(monobeast, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(losses, "PIECE_BYTES", piece_bytes)
         torch.manual_seed(0)
         learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
         monobeast.learn(flags, learner, rollout, ())
