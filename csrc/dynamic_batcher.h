@@ -1,0 +1,402 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <future>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "buffer_pool.h"
+#include "errors.h"
+#include "interrupt.h"
+#include "listeners.h"
+#include "nest.h"
+#include "row_queue.h"
+#include "rows.h"
+
+namespace torchbeast {
+
+// Sizes are counted in rows: entries along `batch_dim`. As in QueueOptions.
+struct BatcherOptions {
+  int64_t batch_dim = 1;
+  int64_t minimum_batch_size = 1;
+  int64_t maximum_batch_size = 1024;
+  std::optional<int64_t> timeout_ms = 100;
+  // Outputs must have exactly as many rows as their batch. Without, they may
+  // have more, and those are ignored: for models that pad.
+  bool check_outputs = true;
+};
+
+// The part of a batch's outputs that answers one compute(). Valid in Done only.
+struct Outputs {
+  const Nest& batch;
+  int64_t begin = 0;  // First row.
+  int64_t rows = 0;
+  int64_t batch_dim = 1;
+
+  Shape leaf_shape(size_t leaf) const;
+  size_t leaf_nbytes(size_t leaf) const;
+  // Writes leaf_nbytes to `dst`: [.., rows, ..] in C order.
+  void copy_leaf(size_t leaf, char* dst) const;
+  Nest copy(BufferPool& buffers) const;
+};
+
+namespace internal {
+
+// Exactly one of the two is given.
+using Done =
+    std::function<void(const Outputs* outputs, std::exception_ptr error)>;
+
+struct Request {
+  Done done;
+  int64_t rows;
+};
+
+// Requests handed out in batches and not answered yet. Shared by a batcher and
+// its batches, which may outlive it.
+struct InFlight {
+  using Batches = std::list<std::vector<Request>>;
+
+  std::mutex mu;
+  bool closed = false;                    // Guarded by mu.
+  Batches batches;                        // Guarded by mu.
+  std::atomic<int64_t> num_computing{0};  // Threads that wait in compute().
+};
+
+// Calls the Done of each request, whatever they throw; then rethrows the first.
+template <typename Answer>
+void answer_all(const std::vector<Request>& requests, const Answer& answer) {
+  std::exception_ptr first;
+  for (const Request& request : requests) {
+    try {
+      answer(request);
+    } catch (...) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+inline void fail_all(const std::vector<Request>& requests,
+                     const std::exception_ptr& error) {
+  answer_all(requests,
+             [&](const Request& request) { request.done(nullptr, error); });
+}
+
+}  // namespace internal
+
+// Inputs of several computes, to be answered together. Thread-safe.
+//   inputs       the joined inputs; a single compute's are not copied.
+//   set_outputs  answers each compute with its own rows, in this thread. The
+//                outputs may have any structure; every leaf has the batch's
+//                rows along `batch_dim`. Throws std::invalid_argument naming
+//                the leaf if not, and may then be called again. Once answered:
+//                std::runtime_error. After the batcher was closed it does
+//                nothing: the computes have been told.
+// A batch dropped without outputs throws AsyncError in every waiting compute.
+class Batch {
+  struct Private {};
+
+ public:
+  Batch(Private, std::shared_ptr<internal::InFlight> in_flight,
+        const BatcherOptions& options, int64_t rows)
+      : in_flight_(std::move(in_flight)), options_(options), rows_(rows) {}
+  ~Batch();
+  Batch(const Batch&) = delete;
+  Batch& operator=(const Batch&) = delete;
+
+  const Nest& inputs() const { return inputs_; }
+  int64_t size() const { return rows_; }  // Rows.
+  void set_outputs(Nest outputs);
+
+ private:
+  friend class DynamicBatcher;
+  using InFlight = internal::InFlight;
+
+  // Whether anybody waits for the outputs. Throws if they have been set.
+  bool is_awaited_locked() const {
+    if (!entry_) throw std::runtime_error("set_outputs called twice");
+    return !in_flight_->closed;
+  }
+
+  void check(const Nest& outputs) const;
+
+  const std::shared_ptr<InFlight> in_flight_;
+  const BatcherOptions options_;
+  const int64_t rows_;
+  Nest inputs_;  // Set before anybody else sees the batch.
+  // Guarded by in_flight_->mu. Where the requests are; none once answered.
+  std::optional<InFlight::Batches::iterator> entry_;
+};
+
+// Joins the inputs of many callers (compute) into batches for few model threads
+// (get_batch), and hands each caller its part of the outputs. Thread-safe.
+//   compute        waits until answered or closed, without any other limit.
+//   compute_async  calls `done` instead of waiting, exactly once: in the thread
+//                  that sets the outputs, drops the batch, or closes; with no
+//                  lock held. If `done` throws, the others are still called;
+//                  set_outputs or close() then rethrows the first.
+//   get_batch      waits for a batch as BatchingQueue::dequeue_many does;
+//                  nullptr after close().
+//   close          wakes every waiter; each compute that was not answered,
+//                  queued or handed out, throws QueueClosed. Once only:
+//                  std::runtime_error.
+// compute and compute_async throw std::invalid_argument, naming the leaf, for
+// inputs that do not fit, as BatchingQueue::enqueue with `check_inputs` does,
+// and QueueClosed after close(); `done` is not called then.
+//
+// Batches may be answered in any order, and outlive the batcher. Destroying it
+// closes it, and lets threads that wait in it leave first.
+class DynamicBatcher {
+ public:
+  using Done = internal::Done;
+
+  // Throws std::invalid_argument for options that make no sense.
+  explicit DynamicBatcher(
+      const BatcherOptions& options,
+      std::shared_ptr<BufferPool> buffers = BufferPool::create());
+  ~DynamicBatcher();
+
+  Nest compute(Nest inputs);  // The answer lies in memory of `buffers`.
+  void compute_async(Nest inputs, Done done);
+  std::shared_ptr<Batch> get_batch();
+  void close();
+
+  bool is_closed() const { return queue_.is_closed(); }
+  int64_t size() const { return queue_.size(); }  // Rows queued.
+  // Threads that wait in compute or get_batch.
+  int64_t num_waiting() const {
+    return queue_.num_waiting() + in_flight_->num_computing;
+  }
+  int64_t num_batches() const {
+    return queue_.counts().batches;
+  }  // Handed out.
+  int64_t num_rows() const { return queue_.counts().taken; }  // In them.
+
+  // Calls `fn` after close(), in its thread, with no lock held; also at once,
+  // if closed already. May call it twice. It must not throw.
+  void on_close(std::function<void()> fn) {
+    closed_.add(fn);
+    if (is_closed()) fn();
+  }
+
+  const BatcherOptions& options() const { return options_; }
+  const std::shared_ptr<BufferPool>& buffers() const { return buffers_; }
+
+ private:
+  static std::exception_ptr closed_error() {
+    return std::make_exception_ptr(
+        QueueClosed("The batcher was closed before it answered"));
+  }
+
+  const BatcherOptions options_;
+  const std::shared_ptr<BufferPool> buffers_;
+  const std::shared_ptr<internal::InFlight> in_flight_;
+  Listeners closed_;
+  RowQueue<Done> queue_;
+};
+
+inline Shape Outputs::leaf_shape(size_t leaf) const {
+  Shape shape = batch.leaves[leaf].shape;
+  shape[batch_dim] = rows;
+  return shape;
+}
+
+inline size_t Outputs::leaf_nbytes(size_t leaf) const {
+  const RowLayout from(batch.leaves[leaf], batch_dim);
+  return from.outer * from.row * rows;
+}
+
+inline void Outputs::copy_leaf(size_t leaf, char* dst) const {
+  const Array& array = batch.leaves[leaf];
+  const RowLayout from(array, batch_dim);
+  const size_t nbytes = from.row * rows;
+  copy_runs(dst, nbytes, array.data + from.row * begin, from.stride, from.outer,
+            nbytes);
+}
+
+inline Nest Outputs::copy(BufferPool& buffers) const {
+  Nest nest{batch.structure, {}};
+  nest.leaves.reserve(batch.leaves.size());
+  for (size_t i = 0; i < batch.leaves.size(); ++i) {
+    nest.leaves.push_back(
+        buffers.allocate(batch.leaves[i].dtype, leaf_shape(i)));
+    copy_leaf(i, nest.leaves.back().data);
+  }
+  return nest;
+}
+
+inline void Batch::check(const Nest& outputs) const {
+  const int64_t batch_dim = options_.batch_dim;
+  if (outputs.leaves.empty()) {
+    throw std::invalid_argument("Cannot set empty vector of arrays as outputs");
+  }
+  for (size_t i = 0; i < outputs.leaves.size(); ++i) {
+    check_rank(outputs, i, batch_dim);
+    const int64_t rows = outputs.leaves[i].shape[batch_dim];
+    if (options_.check_outputs ? rows != rows_ : rows < rows_) {
+      throw std::invalid_argument(
+          leaf_is(outputs, i) + "expected " + std::to_string(rows_) +
+          " rows, the batch size, along " + axis_name(batch_dim) + ", got " +
+          std::to_string(rows));
+    }
+  }
+}
+
+inline void Batch::set_outputs(Nest outputs) {
+  {
+    std::lock_guard lock(in_flight_->mu);
+    if (!is_awaited_locked()) return;
+  }
+  check(outputs);
+  InFlight::Batches answered;
+  {
+    std::lock_guard lock(in_flight_->mu);
+    if (!is_awaited_locked()) return;
+    answered.splice(answered.end(), in_flight_->batches, *entry_);
+    entry_.reset();
+  }
+  Outputs part{outputs, 0, 0, options_.batch_dim};
+  internal::answer_all(answered.front(), [&](const internal::Request& request) {
+    part.begin += part.rows;
+    part.rows = request.rows;
+    request.done(&part, nullptr);
+  });
+}
+
+inline Batch::~Batch() {
+  InFlight::Batches dropped;
+  {
+    std::lock_guard lock(in_flight_->mu);
+    if (in_flight_->closed || !entry_) return;
+    dropped.splice(dropped.end(), in_flight_->batches, *entry_);
+  }
+  try {
+    internal::fail_all(dropped.front(),
+                       std::make_exception_ptr(AsyncError(
+                           "A batch of " + std::to_string(rows_) +
+                           " rows was dropped without set_outputs: did the "
+                           "inference thread fail?")));
+  } catch (...) {  // By a Done; a destructor has nobody to tell.
+  }
+}
+
+inline DynamicBatcher::DynamicBatcher(const BatcherOptions& options,
+                                      std::shared_ptr<BufferPool> buffers)
+    : options_(options),
+      buffers_(std::move(buffers)),
+      in_flight_(std::make_shared<internal::InFlight>()),
+      queue_({.batch_dim = options.batch_dim,
+              .minimum_batch_size = options.minimum_batch_size,
+              .maximum_batch_size = options.maximum_batch_size,
+              .timeout_ms = options.timeout_ms,
+              .check_inputs = true,
+              .maximum_queue_size = std::nullopt}) {}
+
+inline DynamicBatcher::~DynamicBatcher() {
+  if (is_closed()) return;
+  try {
+    close();
+  } catch (...) {  // By a Done; a destructor has nobody to tell.
+  }
+}
+
+inline void DynamicBatcher::compute_async(Nest inputs, Done done) {
+  queue_.push(std::move(inputs), std::move(done), /*wait=*/false);
+}
+
+inline Nest DynamicBatcher::compute(Nest inputs) {
+  auto answer = std::make_shared<std::promise<Nest>>();
+  auto future = answer->get_future();
+  compute_async(std::move(inputs),
+                [answer, buffers = buffers_](const Outputs* outputs,
+                                             std::exception_ptr error) {
+                  if (error) return answer->set_exception(error);
+                  try {
+                    answer->set_value(outputs->copy(*buffers));
+                  } catch (...) {  // No memory.
+                    answer->set_exception(std::current_exception());
+                  }
+                });
+  struct Leave {
+    std::shared_ptr<internal::InFlight> in_flight;
+    ~Leave() { --in_flight->num_computing; }
+  };
+  ++in_flight_->num_computing;
+  {
+    const Leave leave{in_flight_};  // By then, the batcher may be gone.
+    wait_interruptibly(future);
+  }
+  return future.get();
+}
+
+inline std::shared_ptr<Batch> DynamicBatcher::get_batch() {
+  auto items = queue_.take();
+  if (items.empty()) return nullptr;
+  std::vector<const Nest*> nests;
+  std::vector<internal::Request> requests;
+  int64_t rows = 0;
+  for (auto& item : items) {
+    nests.push_back(&item.nest);
+    requests.push_back({std::move(item.payload), item.rows});
+    rows += item.rows;
+  }
+  auto batch =
+      std::make_shared<Batch>(Batch::Private(), in_flight_, options_, rows);
+  internal::InFlight::Batches entry;
+  entry.push_back(std::move(requests));
+  {
+    std::lock_guard lock(in_flight_->mu);
+    if (!in_flight_->closed) {
+      batch->entry_ = entry.begin();
+      in_flight_->batches.splice(in_flight_->batches.end(), entry);
+    }
+  }
+  if (!entry.empty()) {  // Closed since take().
+    internal::fail_all(entry.front(), closed_error());
+    return nullptr;
+  }
+  // Should there be no memory, the batch is dropped, and its computes are told.
+  batch->inputs_ = nests.size() == 1
+                       ? std::move(items.front().nest)
+                       : concatenate(nests, options_.batch_dim, *buffers_);
+  return batch;
+}
+
+inline void DynamicBatcher::close() {
+  auto queued = queue_.close();
+  internal::InFlight::Batches handed_out;
+  {
+    std::lock_guard lock(in_flight_->mu);
+    in_flight_->closed = true;
+    handed_out.swap(in_flight_->batches);
+  }
+  std::vector<internal::Request> requests;
+  for (auto& batch : handed_out) {
+    for (auto& request : batch) requests.push_back(std::move(request));
+  }
+  for (auto& item : queued) {
+    requests.push_back({std::move(item.payload), item.rows});
+  }
+  std::exception_ptr first;
+  try {
+    internal::fail_all(requests, closed_error());
+  } catch (...) {
+    first = std::current_exception();
+  }
+  closed_.call();
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <future>
+#include <mutex>
+#include <optional>
+
+namespace torchbeast {
+
+// How a thread that waits is called away, by Ctrl-C for instance: while its
+// `interrupt_check` is set, its waits call that every kInterruptInterval, with
+// no lock held. What it throws ends the wait.
+inline thread_local void (*interrupt_check)() = nullptr;
+
+// Short for a person, long for a processor.
+inline constexpr std::chrono::milliseconds kInterruptInterval{100};
+
+// Waits for `changed`, at most until `deadline`. Like every such wait it may
+// return early. If it throws, it has notified another waiter in its place, and
+// holds the lock.
+inline void wait_interruptibly(
+    std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
+    std::optional<std::chrono::steady_clock::time_point> deadline =
+        std::nullopt) {
+  std::optional<std::chrono::steady_clock::time_point> until = deadline;
+  if (interrupt_check) {
+    const auto next = std::chrono::steady_clock::now() + kInterruptInterval;
+    until = std::min(deadline.value_or(next), next);
+  }
+  if (!until) return changed.wait(lock);
+  if (changed.wait_until(lock, *until) == std::cv_status::no_timeout ||
+      !interrupt_check) {
+    return;
+  }
+  lock.unlock();
+  try {
+    interrupt_check();
+  } catch (...) {
+    lock.lock();
+    changed.notify_one();
+    throw;
+  }
+  lock.lock();
+}
+
+// Waits until `future` is ready.
+template <typename T>
+void wait_interruptibly(const std::future<T>& future) {
+  if (!interrupt_check) return future.wait();
+  while (future.wait_for(kInterruptInterval) != std::future_status::ready) {
+    interrupt_check();
+  }
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "rollout_spec.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <stdexcept>
+#include <string_view>
+#include <utility>
+
+#include "errors.h"
+#include "transport.h"
+
+namespace torchbeast {
+namespace {
+
+// What TorchBeast's learners expect, in their order.
+constexpr std::array<std::string_view, 5> kTupleRows = {
+    "observation", "reward", "done", "episode_step", "episode_return"};
+
+// Single numbers whose dtype is part of the contract (core/rollouts.py).
+struct Scalar {
+  std::string_view name;
+  DType dtype;
+  bool required;
+};
+constexpr std::array<Scalar, 5> kScalars = {
+    Scalar{"reward", DType::kFloat32, true}, Scalar{"done", DType::kBool, true},
+    Scalar{"episode_step", DType::kInt32, true},
+    Scalar{"episode_return", DType::kFloat32, true},
+    Scalar{"truncated", DType::kBool, false}};
+
+int64_t product(const Shape& shape, size_t from) {
+  int64_t result = 1;
+  for (size_t i = from; i < shape.size(); ++i) result *= shape[i];
+  return result;
+}
+
+// Where the child `key` of a dict is, and where its leaves begin.
+struct Child {
+  Structure::Ptr structure;
+  size_t first_leaf = 0;
+};
+
+Child find_child(const Structure& dict, std::string_view key) {
+  size_t first_leaf = 0;
+  for (size_t i = 0; i < dict.children.size(); ++i) {
+    if (dict.keys[i] == key) return {dict.children[i], first_leaf};
+    first_leaf += dict.children[i]->num_leaves;
+  }
+  return {};
+}
+
+void check_scalar(const wire::Welcome& welcome, const wire::Layout& layout,
+                  const Scalar& scalar) {
+  const Child child = find_child(*layout.structure, scalar.name);
+  if (!child.structure) {
+    if (!scalar.required) return;
+    throw ActorError("step_arrays of the Welcome lack '" +
+                     std::string(scalar.name) + "'");
+  }
+  const std::string expected =
+      std::string(scalar.name) + " " + describe(scalar.dtype, {});
+  std::string got = "a " + describe(*child.structure);
+  if (child.structure->kind == Structure::Kind::kLeaf) {
+    const auto& spec = welcome.step_arrays[layout.arrays[child.first_leaf]];
+    if (spec.dtype == scalar.dtype && spec.shape.empty()) return;
+    got = wire::describe(spec);
+  }
+  throw ActorError("the Welcome says " + got + ", expected " + expected);
+}
+
+// Adds the leaves below `child`.
+void add_leaves(const wire::Welcome& welcome, const wire::Layout& layout,
+                const Child& child, std::vector<RowLeaf>& leaves) {
+  for (size_t i = 0; i < child.structure->num_leaves; ++i) {
+    const size_t source = layout.arrays[child.first_leaf + i];
+    const wire::ArraySpec& spec = welcome.step_arrays[source];
+    leaves.push_back({spec.dtype, spec.shape, spec.nbytes, source});
+  }
+}
+
+// Says which leaves of the named rows inference gets; returns how they nest.
+Structure::Ptr select_inputs(const Structure& rows,
+                             const std::vector<std::string>& keys,
+                             std::vector<size_t>& leaves) {
+  std::map<std::string, Structure::Ptr> children;
+  for (const std::string& key : keys) {
+    const Child child = find_child(rows, key);
+    if (!child.structure) {
+      throw std::invalid_argument("inference_keys holds '" + key +
+                                  "', but the environment servers send " +
+                                  describe(rows));
+    }
+    if (!children.emplace(key, child.structure).second) continue;
+    for (size_t i = 0; i < child.structure->num_leaves; ++i) {
+      leaves.push_back(child.first_leaf + i);
+    }
+  }
+  std::sort(leaves.begin(), leaves.end());  // As the dict sorts its keys.
+  return Structure::dict(std::move(children));
+}
+
+// The smallest multiple of K that the learner wants.
+int64_t num_columns(int64_t num_envs, const SpecOptions& options) {
+  const int64_t columns =
+      (options.minimum_batch_size + num_envs - 1) / num_envs * num_envs;
+  if (columns > options.maximum_batch_size) {
+    throw std::invalid_argument(
+        "Environment servers play " + std::to_string(num_envs) +
+        " environments per stream, and no multiple of that is a batch of " +
+        std::to_string(options.minimum_batch_size) + " to " +
+        std::to_string(options.maximum_batch_size) +
+        " rollouts, as the learner queue asks for; choose a minimum_batch_size "
+        "that is a multiple of " +
+        std::to_string(num_envs));
+  }
+  return columns;
+}
+
+Array tile(const StateLeaf& leaf, const Array& one, int64_t num_envs,
+           BufferPool& buffers) {
+  Array array = buffers.allocate(leaf.dtype, leaf.with_columns(num_envs));
+  for (int64_t k = 0; k < num_envs; ++k) {
+    leaf.copy(1, one.data, 1, array.data + k * leaf.inner, num_envs);
+  }
+  return array;
+}
+
+// How the second list of arrays differs from the first, or nothing.
+std::string difference(const std::string& what,
+                       const std::vector<wire::ArraySpec>& expected,
+                       const std::vector<wire::ArraySpec>& got) {
+  for (size_t i = 0; i < std::max(expected.size(), got.size()); ++i) {
+    if (i < expected.size() && i < got.size() && expected[i] == got[i]) {
+      continue;
+    }
+    return what + " " + std::to_string(i) + " is " +
+           (i < got.size() ? wire::describe(got[i]) : "missing") +
+           ", expected " +
+           (i < expected.size() ? wire::describe(expected[i]) : "none");
+  }
+  return "";
+}
+
+// Checks that the answer is (outputs, state) with the right state. Returns the
+// structure of the outputs.
+const Structure& outputs_of(const EnvSpec& env, const Nest& answer) {
+  const Structure& top = *answer.structure;
+  if ((top.kind != Structure::Kind::kTuple &&
+       top.kind != Structure::Kind::kList) ||
+      top.children.size() != 2) {
+    throw ActorError("The inference answered with " + describe(top) +
+                     ", expected a tuple of two: (agent outputs, agent state)");
+  }
+  const Structure& state = *top.children[1];
+  if (state.num_leaves != env.state_leaves.size()) {
+    throw ActorError(
+        "The inference answered with an agent state of " +
+        std::to_string(state.num_leaves) + " arrays " + describe(state) +
+        ", expected " + std::to_string(env.state_leaves.size()) +
+        " as in the initial state " + describe(*env.state_structure));
+  }
+  for (size_t i = 0; i < env.state_leaves.size(); ++i) {
+    const StateLeaf& leaf = env.state_leaves[i];
+    const Array& got = answer.leaves[top.children[0]->num_leaves + i];
+    const Shape expected = leaf.with_columns(env.num_envs);
+    if (got.dtype == leaf.dtype && got.shape == expected) continue;
+    throw ActorError("The inference answered with agent state" +
+                     leaf_path(state, i) + " " + got.describe() +
+                     " for one stream, expected " +
+                     describe(leaf.dtype, expected));
+  }
+  return *top.children[0];
+}
+
+// The first leaf of the outputs that is the action's, and how the action nests.
+std::pair<size_t, Structure::Ptr> action_of(const Structure::Ptr& outputs) {
+  switch (outputs->kind) {
+    case Structure::Kind::kLeaf:
+      return {0, outputs};
+    case Structure::Kind::kDict: {
+      const Child child = find_child(*outputs, "action");
+      if (child.structure) return {child.first_leaf, child.structure};
+      break;
+    }
+    default:
+      if (!outputs->children.empty()) return {0, outputs->children[0]};
+  }
+  throw ActorError("The agent's outputs " + describe(*outputs) +
+                   " hold no action; expected a dict with the key 'action', "
+                   "or a tuple that begins with the action");
+}
+
+std::string describe_actions(const EnvSpec& env) {
+  std::string text;
+  for (const size_t array : env.actions.arrays) {
+    const wire::ArraySpec& spec = env.welcome.action_arrays[array];
+    text += (text.empty() ? "" : ", ") + wire::describe(spec);
+  }
+  return text;
+}
+
+}  // namespace
+
+Shape StateLeaf::with_columns(int64_t columns) const {
+  Shape result = shape;
+  result[1] = columns;
+  return result;
+}
+
+void StateLeaf::copy(size_t columns, const char* from, size_t from_width,
+                     char* to, size_t to_width) const {
+  if (inner == 0) return;
+  for (size_t i = 0; i < outer; ++i) {
+    std::memcpy(to + i * to_width * inner, from + i * from_width * inner,
+                columns * inner);
+  }
+}
+
+void check_initial_state(const Nest& initial_agent_state) {
+  for (size_t i = 0; i < initial_agent_state.leaves.size(); ++i) {
+    const Array& leaf = initial_agent_state.leaves[i];
+    if (leaf.shape.size() >= 2 && leaf.shape[1] == 1) continue;
+    throw std::invalid_argument(
+        "initial_agent_state" + leaf_path(*initial_agent_state.structure, i) +
+        " is " + leaf.describe() +
+        ", expected the state of one environment: size 1 along axis 1");
+  }
+}
+
+EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
+                      const SpecOptions& options, BufferPool& buffers) {
+  EnvSpec spec;
+  spec.address = address;
+  spec.num_envs = welcome.num_envs;
+  if (spec.num_envs == 0) throw ActorError("the Welcome has 0 num_envs");
+  spec.columns = num_columns(spec.num_envs, options);
+
+  wire::Layout layout;
+  try {
+    layout = wire::layout(welcome.step_arrays);
+    spec.actions = wire::layout(welcome.action_arrays);
+  } catch (const wire::DecodeError& error) {
+    throw ActorError("the arrays of the Welcome do not nest: " +
+                     std::string(error.what()));
+  }
+  if (layout.structure->kind != Structure::Kind::kDict) {
+    throw ActorError("step_arrays of the Welcome are " +
+                     describe(*layout.structure) +
+                     ", expected paths that begin with a name");
+  }
+  for (const Scalar& scalar : kScalars) check_scalar(welcome, layout, scalar);
+  size_t step_bytes = 0;
+  for (const wire::ArraySpec& array : welcome.step_arrays) {
+    if (array.nbytes > kMaxMessageBytes / spec.num_envs) {
+      step_bytes = kMaxMessageBytes;
+      break;
+    }
+    step_bytes += array.nbytes * spec.num_envs;
+  }
+  if (step_bytes >= kMaxMessageBytes) {
+    throw ActorError("a Step of this Welcome is larger than " +
+                     std::to_string(kMaxMessageBytes >> 20) +
+                     " MiB; let a stream carry fewer than " +
+                     std::to_string(spec.num_envs) + " environments");
+  }
+
+  if (!find_child(*layout.structure, "observation").structure) {
+    throw ActorError("step_arrays of the Welcome lack 'observation'");
+  }
+  if (options.named_rows) {
+    spec.rows = layout.structure;
+    add_leaves(welcome, layout, {layout.structure, 0}, spec.leaves);
+  } else {
+    std::vector<Structure::Ptr> children;
+    for (const std::string_view name : kTupleRows) {
+      const Child child = find_child(*layout.structure, name);
+      add_leaves(welcome, layout, child, spec.leaves);
+      children.push_back(child.structure);
+    }
+    spec.rows = Structure::tuple(std::move(children));
+  }
+
+  spec.state_structure = options.initial_agent_state.structure;
+  for (const Array& array : options.initial_agent_state.leaves) {
+    const StateLeaf leaf{
+        array.dtype, array.shape, static_cast<size_t>(array.shape[0]),
+        static_cast<size_t>(product(array.shape, 2)) * itemsize(array.dtype)};
+    spec.initial_state.push_back(tile(leaf, array, spec.num_envs, buffers));
+    spec.state_leaves.push_back(leaf);
+  }
+  Structure::Ptr inputs = spec.rows;
+  if (options.inference_keys.empty()) {
+    spec.inference_leaves.resize(spec.leaves.size());
+    std::iota(spec.inference_leaves.begin(), spec.inference_leaves.end(), 0);
+  } else {
+    inputs = select_inputs(*spec.rows, options.inference_keys,
+                           spec.inference_leaves);
+  }
+  spec.inputs = Structure::tuple({inputs, spec.state_structure});
+  spec.welcome = std::move(welcome);
+  return spec;
+}
+
+void check_same(const EnvSpec& spec, const wire::Welcome& welcome) {
+  const wire::Welcome& first = spec.welcome;
+  std::string text;
+  if (welcome.env != first.env) {
+    text = "env is '" + wire::printable(welcome.env, 100) + "', expected '" +
+           wire::printable(first.env, 100) + "'";
+  } else if (welcome.num_envs != first.num_envs) {
+    text = "num_envs is " + std::to_string(welcome.num_envs) + ", expected " +
+           std::to_string(first.num_envs);
+  } else {
+    text = difference("step array", first.step_arrays, welcome.step_arrays);
+  }
+  if (text.empty()) {
+    text =
+        difference("action array", first.action_arrays, welcome.action_arrays);
+  }
+  if (text.empty()) return;
+  throw ActorError("this server differs from " + spec.address + ": " + text);
+}
+
+AgentSpec make_agent_spec(const EnvSpec& env, const Nest& answer) {
+  outputs_of(env, answer);
+  AgentSpec agent;
+  agent.outputs = answer.structure->children[0];
+  for (size_t i = 0; i < agent.outputs->num_leaves; ++i) {
+    const Array& array = answer.leaves[i];
+    if (array.shape.size() < 2 || array.shape[0] != 1) {
+      throw ActorError("The agent's output" + leaf_path(*agent.outputs, i) +
+                       " is " + array.describe() +
+                       ", expected [1, batch size, ...]");
+    }
+    const Shape shape(array.shape.begin() + 2, array.shape.end());
+    agent.leaves.push_back(
+        {array.dtype, shape, num_bytes(array.dtype, shape), 0});
+  }
+
+  const auto [first, action] = action_of(agent.outputs);
+  bool fits = action->num_leaves == env.actions.arrays.size();
+  std::string got;
+  for (size_t i = 0; i < action->num_leaves; ++i) {
+    const RowLeaf& leaf = agent.leaves[first + i];
+    got += (i > 0 ? ", " : "") + describe(leaf.dtype, leaf.shape);
+    if (!fits) continue;
+    const auto& spec = env.welcome.action_arrays[env.actions.arrays[i]];
+    fits = leaf.dtype == spec.dtype && leaf.nbytes == spec.nbytes;
+  }
+  if (!fits) {
+    throw ActorError("The agent's action is " + got +
+                     " for each environment, but " + env.address + " expects " +
+                     describe_actions(env));
+  }
+  agent.actions.resize(env.actions.arrays.size());
+  for (size_t i = 0; i < env.actions.arrays.size(); ++i) {
+    agent.actions[env.actions.arrays[i]] = first + i;
+  }
+  agent.item = Structure::tuple(
+      {Structure::tuple({env.rows, agent.outputs}), env.state_structure});
+  return agent;
+}
+
+void check_answer(const EnvSpec& env, const AgentSpec& agent,
+                  const Nest& answer) {
+  const Structure& outputs = outputs_of(env, answer);
+  if (&outputs != agent.outputs.get() && !equal(outputs, *agent.outputs)) {
+    throw ActorError("The agent's outputs are " + describe(outputs) +
+                     ", expected " + describe(*agent.outputs) +
+                     " as the first time");
+  }
+  for (size_t i = 0; i < agent.leaves.size(); ++i) {
+    const RowLeaf& leaf = agent.leaves[i];
+    const Array& got = answer.leaves[i];
+    if (got.dtype == leaf.dtype && got.shape.size() == leaf.shape.size() + 2 &&
+        got.shape[0] == 1 && got.shape[1] == env.num_envs &&
+        std::equal(leaf.shape.begin(), leaf.shape.end(),
+                   got.shape.begin() + 2)) {
+      continue;
+    }
+    Shape expected = {1, env.num_envs};
+    expected.insert(expected.end(), leaf.shape.begin(), leaf.shape.end());
+    throw ActorError("The agent's output" + leaf_path(outputs, i) + " is " +
+                     got.describe() + " for one stream, expected " +
+                     describe(leaf.dtype, expected) + " as the first time");
+  }
+}
+
+}  // namespace torchbeast

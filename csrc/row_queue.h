@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "errors.h"
+#include "interrupt.h"
+#include "nest.h"
+#include "rows.h"
+
+namespace torchbeast {
+
+// Sizes are counted in rows: entries along `batch_dim`. What they mean stands
+// at BatchingQueue.
+struct QueueOptions {
+  int64_t batch_dim = 1;
+  int64_t minimum_batch_size = 1;
+  int64_t maximum_batch_size = 1024;
+  std::optional<int64_t> timeout_ms = std::nullopt;
+  bool check_inputs = true;
+  std::optional<int64_t> maximum_queue_size = std::nullopt;
+};
+
+// What BatchingQueue and DynamicBatcher share: a FIFO of nests, each with a
+// payload, that leave it by the batch. Thread-safe.
+//   push    adds a nest; with `wait`, when there is room.
+//   take    waits for a batch: see BatchingQueue::dequeue_many. Empty after
+//           close().
+//   close   wakes every waiter and returns what was queued. Only once.
+// Nests and payloads are never destroyed with the lock held: their owners may
+// be Python's. Destroying the queue closes it, and lets waiters leave first.
+template <typename Payload>
+class RowQueue {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  struct Item {
+    Nest nest;
+    int64_t rows = 0;
+    Payload payload;
+    Clock::time_point arrived;
+  };
+  using Items = std::list<Item>;
+
+  struct Counts {
+    int64_t taken = 0;    // Rows.
+    int64_t dropped = 0;  // Rows.
+    int64_t batches = 0;  // Taken.
+  };
+
+  explicit RowQueue(const QueueOptions& options);
+  ~RowQueue();
+  RowQueue(const RowQueue&) = delete;
+  RowQueue& operator=(const RowQueue&) = delete;
+
+  // Throws std::invalid_argument for a nest that does not fit, QueueClosed.
+  void push(Nest nest, Payload payload, bool wait);
+  Items take();
+  Items close();
+
+  // Rows that were taken, but did not reach anybody.
+  void count_as_dropped(int64_t rows) {
+    std::lock_guard lock(mu_);
+    counts_.taken -= rows;
+    counts_.dropped += rows;
+  }
+
+  bool has_room() const {
+    std::lock_guard lock(mu_);
+    return has_room_locked();
+  }
+
+  bool is_closed() const {
+    std::lock_guard lock(mu_);
+    return closed_;
+  }
+
+  int64_t size() const {
+    std::lock_guard lock(mu_);
+    return rows_;
+  }
+
+  int64_t num_waiting() const {
+    std::lock_guard lock(mu_);
+    return num_waiting_;
+  }
+
+  Counts counts() const {
+    std::lock_guard lock(mu_);
+    return counts_;
+  }
+
+  const QueueOptions& options() const { return options_; }
+
+ private:
+  bool has_room_locked() const {
+    return !options_.maximum_queue_size || rows_ < *options_.maximum_queue_size;
+  }
+
+  // When the oldest item has waited long enough for others.
+  std::optional<Clock::time_point> deadline_locked() const {
+    if (items_.empty() || !options_.timeout_ms) return std::nullopt;
+    return items_.front().arrived + timeout_;
+  }
+
+  void wait_locked(std::unique_lock<std::mutex>& lock,
+                   std::condition_variable& changed,
+                   std::optional<Clock::time_point> deadline = std::nullopt) {
+    struct Leave {
+      RowQueue* queue;
+      ~Leave() {
+        if (--queue->num_waiting_ == 0 && queue->closed_) {
+          queue->left_.notify_all();
+        }
+      }
+    };
+    ++num_waiting_;
+    const Leave leave{this};  // Even if the wait is interrupted.
+    wait_interruptibly(lock, changed, deadline);
+  }
+
+  const QueueOptions options_;
+  const std::chrono::milliseconds timeout_;
+  mutable std::mutex mu_;
+  std::condition_variable filled_;  // For take(): a batch, or a first item.
+  std::condition_variable room_;    // For push().
+  std::condition_variable left_;    // For the destructor.
+  Items items_;                     // Guarded by mu_.
+  int64_t rows_ = 0;                // Guarded by mu_. Of items_.
+  int64_t num_waiting_ = 0;         // Guarded by mu_. Threads in wait_locked.
+  Counts counts_;                   // Guarded by mu_.
+  bool closed_ = false;             // Guarded by mu_.
+};
+
+namespace internal {
+
+inline const QueueOptions& checked(const QueueOptions& options) {
+  auto expect = [](bool good, const std::string& message, int64_t got) {
+    if (!good) {
+      throw std::invalid_argument(message + ", got " + std::to_string(got));
+    }
+  };
+  expect(options.batch_dim >= 0, "Batch dim must be >= 0", options.batch_dim);
+  expect(options.minimum_batch_size >= 1, "Min batch size must be >= 1",
+         options.minimum_batch_size);
+  expect(options.maximum_batch_size >= options.minimum_batch_size,
+         "Max batch size must be >= min batch size (" +
+             std::to_string(options.minimum_batch_size) + ")",
+         options.maximum_batch_size);
+  if (options.timeout_ms) {
+    expect(*options.timeout_ms >= 1, "Timeout must be >= 1 ms",
+           *options.timeout_ms);
+  }
+  if (options.maximum_queue_size) {
+    expect(*options.maximum_queue_size >= 1, "Max queue size must be >= 1",
+           *options.maximum_queue_size);
+    expect(*options.maximum_queue_size >= options.minimum_batch_size,
+           "Max queue size must be >= min batch size (" +
+               std::to_string(options.minimum_batch_size) +
+               "), or batches never fill",
+           *options.maximum_queue_size);
+  }
+  return options;
+}
+
+}  // namespace internal
+
+template <typename Payload>
+RowQueue<Payload>::RowQueue(const QueueOptions& options)
+    : options_(internal::checked(options)),
+      // A year is for ever, and can be added to a time without overflow.
+      timeout_(std::min<int64_t>(options.timeout_ms.value_or(0),
+                                 int64_t{365} * 24 * 3600 * 1000)) {}
+
+template <typename Payload>
+RowQueue<Payload>::~RowQueue() {
+  Items dropped;
+  std::unique_lock lock(mu_);
+  if (!closed_) {
+    closed_ = true;
+    dropped.swap(items_);
+    filled_.notify_all();
+    room_.notify_all();
+  }
+  left_.wait(lock, [this] { return num_waiting_ == 0; });
+}
+
+template <typename Payload>
+void RowQueue<Payload>::push(Nest nest, Payload payload, bool wait) {
+  const int64_t rows =
+      count_rows(nest, options_.batch_dim, options_.check_inputs);
+  if (rows > options_.maximum_batch_size) {
+    throw std::invalid_argument(leaf_is(nest, 0) + "expected at most " +
+                                std::to_string(options_.maximum_batch_size) +
+                                " rows (maximum batch size) along " +
+                                axis_name(options_.batch_dim) + ", got " +
+                                std::to_string(rows));
+  }
+  Items item;  // A list of one: nothing is allocated under the lock.
+  item.push_back({std::move(nest), rows, std::move(payload), {}});
+  bool notify = false;
+  {
+    std::unique_lock lock(mu_);
+    while (wait && !closed_ && !has_room_locked()) wait_locked(lock, room_);
+    if (closed_) throw QueueClosed("The queue is closed");
+    if (options_.check_inputs && !items_.empty()) {
+      check_alike(items_.back().nest, item.front().nest, options_.batch_dim);
+    }
+    if (options_.timeout_ms) item.front().arrived = Clock::now();
+    rows_ += rows;
+    // With a timeout, the first item makes somebody watch the time.
+    notify = rows_ >= options_.minimum_batch_size ||
+             (options_.timeout_ms && items_.empty());
+    items_.splice(items_.end(), item);
+  }
+  if (notify) filled_.notify_one();
+}
+
+template <typename Payload>
+auto RowQueue<Payload>::take() -> Items {
+  Items batch;
+  bool room = false;
+  bool more = false;
+  {
+    std::unique_lock lock(mu_);
+    while (!closed_ && rows_ < options_.minimum_batch_size) {
+      const auto deadline = deadline_locked();
+      if (deadline && Clock::now() >= *deadline) break;
+      wait_locked(lock, filled_, deadline);
+    }
+    if (closed_) return {};
+    const bool had_room = has_room_locked();
+    int64_t rows = 0;
+    auto end = items_.begin();
+    while (end != items_.end() &&
+           rows + end->rows <= options_.maximum_batch_size) {
+      rows += end->rows;
+      ++end;
+    }
+    batch.splice(batch.end(), items_, items_.begin(), end);
+    rows_ -= rows;
+    counts_.taken += rows;
+    ++counts_.batches;
+    room = !had_room && has_room_locked();
+    // What is left needs another to take it, or to watch the time.
+    more = rows_ >= options_.minimum_batch_size ||
+           (options_.timeout_ms && !items_.empty());
+  }
+  if (room) room_.notify_all();  // How many fit depends on their rows.
+  if (more) filled_.notify_one();
+  return batch;
+}
+
+template <typename Payload>
+auto RowQueue<Payload>::close() -> Items {
+  Items dropped;
+  {
+    std::lock_guard lock(mu_);
+    if (closed_) throw std::runtime_error("Queue was closed already");
+    closed_ = true;
+    counts_.dropped += rows_;
+    rows_ = 0;
+    dropped.swap(items_);
+  }
+  filled_.notify_all();
+  room_.notify_all();
+  return dropped;
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,746 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "batching_queue.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "nests.h"
+#include "testing.h"
+
+using namespace torchbeast;
+using testing::background;
+using testing::wait_until;
+
+using Values = std::vector<int64_t>;
+
+namespace {
+
+// The next batch of a queue of row_nest()s.
+Values dequeue_values(BatchingQueue& queue) {
+  auto batch = queue.dequeue_many();
+  CHECK(batch);
+  return values_of(*batch);
+}
+
+// An array [shape] with the values start, start + 1, ...
+Array counting(Shape shape, int64_t start) {
+  int64_t size = 1;
+  for (int64_t axis : shape) size *= axis;
+  Values values(size);
+  std::iota(values.begin(), values.end(), start);
+  return array_of(std::move(shape), std::move(values));
+}
+
+// What joining `arrays` must give, element by element.
+Values joined(const std::vector<Array>& arrays, size_t batch_dim) {
+  Values result;
+  int64_t outer = 1;
+  for (size_t axis = 0; axis < batch_dim; ++axis) {
+    outer *= arrays[0].shape[axis];
+  }
+  for (int64_t i = 0; i < outer; ++i) {
+    for (const Array& array : arrays) {
+      const Values values = values_of(array);
+      const size_t part = values.size() / outer;
+      for (size_t j = 0; j < part; ++j) result.push_back(values[i * part + j]);
+    }
+  }
+  return result;
+}
+
+Nest named(std::map<std::string, Array> arrays) {
+  std::map<std::string, Structure::Ptr> children;
+  Nest nest;
+  for (auto& [key, array] : arrays) {
+    children[key] = Structure::leaf();
+    nest.leaves.push_back(std::move(array));
+  }
+  nest.structure = Structure::dict(std::move(children));
+  return nest;
+}
+
+}  // namespace
+
+// Options.
+
+TEST(bad_options_are_refused) {
+  auto make = [](QueueOptions options) { BatchingQueue queue(options); };
+  using Error = std::invalid_argument;
+  CHECK_THROWS(Error, "Min batch size must be >= 1, got 0",
+               make({.minimum_batch_size = 0}));
+  CHECK_THROWS(Error, "Max batch size must be >= min batch size (5), got 3",
+               make({.minimum_batch_size = 5, .maximum_batch_size = 3}));
+  CHECK_THROWS(Error, "Timeout must be >= 1 ms, got 0",
+               make({.timeout_ms = 0}));
+  CHECK_THROWS(Error, "Max queue size must be >= 1, got 0",
+               make({.maximum_queue_size = 0}));
+  CHECK_THROWS(Error, "Max queue size must be >= min batch size (3)",
+               make({.minimum_batch_size = 3, .maximum_queue_size = 2}));
+  CHECK_THROWS(Error, "Batch dim must be >= 0, got -1",
+               make({.batch_dim = -1}));
+}
+
+// Batches.
+
+TEST(items_are_joined_in_order) {
+  BatchingQueue queue({.minimum_batch_size = 3});
+  for (int64_t i = 0; i < 3; ++i) queue.enqueue(row_nest({i}));
+  CHECK_EQ(queue.size(), 3);
+  const auto batch = queue.dequeue_many();
+  CHECK_EQ(batch->leaves[0].describe(), "int64[1,3]");
+  CHECK((values_of(*batch) == Values{0, 1, 2}));
+  CHECK_EQ(queue.size(), 0);
+  CHECK_EQ(queue.dequeued(), 3);
+}
+
+TEST(a_batch_has_at_most_the_maximum) {
+  BatchingQueue queue({.minimum_batch_size = 2, .maximum_batch_size = 3});
+  for (int64_t i = 0; i < 5; ++i) queue.enqueue(row_nest({i}));
+  CHECK((dequeue_values(queue) == Values{0, 1, 2}));
+  CHECK((dequeue_values(queue) == Values{3, 4}));
+}
+
+TEST(a_batch_waits_for_the_minimum) {
+  BatchingQueue queue({.minimum_batch_size = 3});
+  auto consumer = background([&] { return dequeue_values(queue); });
+  wait_until([&] { return queue.num_waiting() == 1; });
+  queue.enqueue(row_nest({1}));
+  queue.enqueue(row_nest({2}));
+  CHECK_EQ(queue.num_waiting(), 1);
+  CHECK_EQ(queue.size(), 2);
+  queue.enqueue(row_nest({3}));
+  CHECK((consumer.get() == Values{1, 2, 3}));
+}
+
+TEST(sizes_count_rows) {
+  BatchingQueue queue({.minimum_batch_size = 5, .maximum_batch_size = 7});
+  queue.enqueue(row_nest({1, 2, 3}));
+  CHECK_EQ(queue.size(), 3);
+  queue.enqueue(row_nest({4, 5}));
+  queue.enqueue(row_nest({6, 7, 8}));
+  CHECK_EQ(queue.size(), 8);
+  CHECK((dequeue_values(queue) == Values{1, 2, 3, 4, 5}));
+  CHECK_EQ(queue.size(), 3);
+  CHECK_EQ(queue.dequeued(), 5);
+}
+
+TEST(items_are_never_split) {
+  // No sum of these is between minimum and maximum.
+  BatchingQueue queue({.minimum_batch_size = 4, .maximum_batch_size = 5});
+  queue.enqueue(row_nest({1, 2, 3}));
+  queue.enqueue(row_nest({4, 5, 6}));
+  CHECK((dequeue_values(queue) == Values{1, 2, 3}));
+  CHECK_EQ(queue.size(), 3);
+}
+
+TEST(a_single_item_is_not_copied) {
+  auto buffers = BufferPool::create();
+  BatchingQueue queue({}, buffers);
+  Nest item = row_nest({1, 2, 3});
+  const char* const data = item.leaves[0].data;
+  queue.enqueue(std::move(item));
+  CHECK(queue.dequeue_many()->leaves[0].data == data);
+  CHECK_EQ(buffers->num_allocated(), 0u);
+}
+
+TEST(batches_recycle_memory) {
+  auto buffers = BufferPool::create();
+  BatchingQueue queue({.minimum_batch_size = 2}, buffers);
+  for (int64_t i = 0; i < 10; ++i) {
+    queue.enqueue(row_nest({i}));
+    queue.enqueue(row_nest({-i}));
+    CHECK((dequeue_values(queue) == Values{i, -i}));
+  }
+  CHECK_EQ(buffers->num_allocated(), 1u);
+}
+
+TEST(items_are_joined_along_any_axis) {
+  for (size_t batch_dim : {0, 1, 2}) {
+    BatchingQueue queue({.batch_dim = static_cast<int64_t>(batch_dim),
+                         .minimum_batch_size = 6});
+    std::vector<Array> arrays;
+    for (int64_t rows : {1, 3, 2}) {
+      Shape shape{5, 7, 11};
+      shape[batch_dim] = rows;
+      arrays.push_back(counting(shape, 1000 * rows));
+      queue.enqueue(nest_of(arrays.back()));
+    }
+    const auto batch = queue.dequeue_many();
+    Shape expected{5, 7, 11};
+    expected[batch_dim] = 6;
+    CHECK(batch->leaves[0].shape == expected);
+    CHECK(values_of(*batch) == joined(arrays, batch_dim));
+  }
+}
+
+TEST(recurrent_states_are_interleaved_layer_by_layer) {
+  // [L, K, H]: two layers, K environments, H units.
+  BatchingQueue queue({.minimum_batch_size = 3});
+  queue.enqueue(nest_of(array_of({2, 1, 2}, {10, 11, 20, 21})));
+  queue.enqueue(nest_of(array_of({2, 2, 2}, {12, 13, 14, 15, 22, 23, 24, 25})));
+  const auto batch = queue.dequeue_many();
+  CHECK_EQ(batch->leaves[0].describe(), "int64[2,3,2]");
+  CHECK((values_of(*batch) ==
+         Values{10, 11, 12, 13, 14, 15, 20, 21, 22, 23, 24, 25}));
+}
+
+TEST(every_leaf_is_joined_with_its_own_shape_and_dtype) {
+  auto item = [](int64_t id) {
+    auto flags = std::make_shared<std::vector<char>>(3, char(id % 2));
+    Array done{DType::kBool, {3, 1}, flags->data(), flags};
+    return named({{"done", done},
+                  {"frame", counting({3, 1, 5}, 100 * id)},
+                  {"nothing", counting({3, 1, 0}, 0)}});
+  };
+  BatchingQueue queue({.minimum_batch_size = 2});
+  queue.enqueue(item(1));
+  queue.enqueue(item(2));
+  const auto batch = queue.dequeue_many();
+  CHECK_EQ(describe(*batch->structure), "{done: *, frame: *, nothing: *}");
+  CHECK_EQ(batch->leaves[0].describe(), "bool[3,2]");
+  CHECK(std::string(batch->leaves[0].data, 6) ==
+        std::string("\1\0\1\0\1\0", 6));
+  CHECK_EQ(batch->leaves[1].describe(), "int64[3,2,5]");
+  CHECK(values_of(batch->leaves[1]) ==
+        joined({item(1).leaves[1], item(2).leaves[1]}, 1));
+  CHECK_EQ(batch->leaves[2].describe(), "int64[3,2,0]");
+}
+
+// Time-outs.
+
+TEST(a_timeout_ends_the_wait_for_the_minimum) {
+  const auto start = std::chrono::steady_clock::now();
+  BatchingQueue queue({.minimum_batch_size = 3, .timeout_ms = 20});
+  queue.enqueue(row_nest({1}));
+  queue.enqueue(row_nest({2}));
+  CHECK((dequeue_values(queue) == Values{1, 2}));
+  CHECK(std::chrono::steady_clock::now() - start >=
+        std::chrono::milliseconds(20));
+}
+
+TEST(a_timeout_counts_from_the_arrival_of_the_oldest_item) {
+  BatchingQueue queue({.minimum_batch_size = 3, .timeout_ms = 20});
+  auto consumer = background([&] {
+    const Values values = dequeue_values(queue);
+    return std::pair(values, std::chrono::steady_clock::now());
+  });
+  wait_until([&] { return queue.num_waiting() == 1; });
+  // The consumer has begun to wait; its clock runs from here only.
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  const auto arrival = std::chrono::steady_clock::now();
+  queue.enqueue(row_nest({1}));
+  const auto [values, end] = consumer.get();
+  CHECK((values == Values{1}));
+  CHECK(end - arrival >= std::chrono::milliseconds(20));
+}
+
+TEST(a_full_batch_does_not_wait_for_the_timeout) {
+  // A year: the watchdog would not wait for it.
+  BatchingQueue queue({.minimum_batch_size = 2,
+                       .timeout_ms = std::numeric_limits<int64_t>::max()});
+  auto consumer = background([&] { return dequeue_values(queue); });
+  wait_until([&] { return queue.num_waiting() == 1; });
+  queue.enqueue(row_nest({1}));
+  queue.enqueue(row_nest({2}));
+  CHECK((consumer.get() == Values{1, 2}));
+}
+
+TEST(somebody_watches_the_time_for_every_item) {
+  // Several consumers, batches that leave items behind: nothing may be stuck.
+  BatchingQueue queue(
+      {.minimum_batch_size = 5, .maximum_batch_size = 6, .timeout_ms = 5});
+  std::vector<std::future<Values>> consumers;
+  for (int i = 0; i < 3; ++i) {
+    consumers.push_back(background([&] {
+      Values values;
+      while (auto batch = queue.dequeue_many()) {
+        for (int64_t value : values_of(*batch)) values.push_back(value);
+      }
+      return values;
+    }));
+  }
+  Values expected;
+  for (int64_t i = 0; i < 50; ++i) {
+    for (int64_t j = 0; j < 4; ++j) expected.push_back(10 * i + j);
+    queue.enqueue(row_nest({10 * i, 10 * i + 1}));
+    queue.enqueue(row_nest({10 * i + 2, 10 * i + 3}));
+    if (i % 5 == 0) wait_until([&] { return queue.size() == 0; });
+  }
+  wait_until([&] { return queue.size() == 0; });
+  queue.close();
+  Values got;
+  for (auto& consumer : consumers) {
+    for (int64_t value : consumer.get()) got.push_back(value);
+  }
+  std::ranges::sort(got);
+  CHECK(got == expected);
+}
+
+TEST(who_takes_a_batch_wakes_another_for_the_rest) {
+  BatchingQueue queue({.minimum_batch_size = 3, .maximum_batch_size = 4});
+  auto first = background([&] { return dequeue_values(queue).size(); });
+  auto second = background([&] { return dequeue_values(queue).size(); });
+  wait_until([&] { return queue.num_waiting() == 2; });
+  queue.enqueue(row_nest({1, 2}));     // Too few for anybody.
+  queue.enqueue(row_nest({3, 4, 5}));  // Wakes one, who takes the first item.
+  CHECK_EQ(first.get() + second.get(), 5u);
+}
+
+// A full queue.
+
+TEST(enqueue_waits_while_the_queue_is_full) {
+  BatchingQueue queue({.maximum_batch_size = 1, .maximum_queue_size = 1});
+  CHECK(queue.has_room());
+  queue.enqueue(row_nest({1}));
+  CHECK(!queue.has_room());
+  auto producer = background([&] { queue.enqueue(row_nest({2})); });
+  wait_until([&] { return queue.num_waiting() == 1; });
+  CHECK_EQ(queue.size(), 1);
+  CHECK((dequeue_values(queue) == Values{1}));
+  producer.get();
+  CHECK((dequeue_values(queue) == Values{2}));
+}
+
+TEST(enqueue_now_does_not_wait) {
+  BatchingQueue queue({.maximum_queue_size = 1});
+  queue.enqueue(row_nest({1}));
+  queue.enqueue_now(row_nest({2, 3}));
+  CHECK_EQ(queue.size(), 3);
+}
+
+TEST(room_for_several_wakes_several) {
+  BatchingQueue queue({.maximum_queue_size = 3});
+  queue.enqueue(row_nest({1, 2, 3}));
+  std::vector<std::future<void>> producers;
+  for (int64_t i = 0; i < 3; ++i) {
+    producers.push_back(background([&, i] { queue.enqueue(row_nest({i})); }));
+  }
+  wait_until([&] { return queue.num_waiting() == 3; });
+  CHECK_EQ(dequeue_values(queue).size(), 3u);
+  for (auto& producer : producers) producer.get();
+  CHECK_EQ(queue.size(), 3);
+}
+
+TEST(a_bad_item_that_had_to_wait_does_not_cost_others_their_turn) {
+  BatchingQueue queue({.maximum_batch_size = 1, .maximum_queue_size = 1});
+  queue.enqueue(row_nest({1}));
+  queue.enqueue_now(row_nest({2}));
+  auto bad = background([&] { queue.enqueue(nest_of(counting({2, 1}, 0))); });
+  auto good = background([&] { queue.enqueue(row_nest({3})); });
+  wait_until([&] { return queue.num_waiting() == 2; });
+  CHECK((dequeue_values(queue) == Values{1}));
+  CHECK((dequeue_values(queue) == Values{2}));
+  // Either may have come first, and an empty queue takes anything.
+  auto rest = background([&] {
+    int64_t sum = 0;
+    while (auto batch = queue.dequeue_many()) sum += values_of(*batch)[0];
+    return sum;
+  });
+  good.get();
+  try {
+    bad.get();
+  } catch (const std::invalid_argument&) {
+  }
+  wait_until([&] { return queue.size() == 0; });
+  queue.close();
+  CHECK_EQ(rest.get(), 3);
+}
+
+TEST(listeners_hear_of_room_and_of_closing) {
+  BatchingQueue queue({.maximum_queue_size = 1});
+  int rooms = 0;
+  int closings = 0;
+  queue.on_change([&] {
+    ++(queue.is_closed() ? closings : rooms);  // No lock is held.
+  });
+  queue.enqueue(row_nest({1}));
+  CHECK_EQ(rooms, 0);
+  dequeue_values(queue);
+  CHECK_EQ(rooms, 1);
+  queue.close();
+  CHECK_EQ(closings, 1);
+  queue.on_change([&] { closings += 10; });
+  CHECK_EQ(closings, 11);
+}
+
+// Bad items.
+
+TEST(bad_items_are_refused_by_name) {
+  BatchingQueue queue({.maximum_batch_size = 3});
+  using Error = std::invalid_argument;
+  const auto frame = counting({1, 2, 5}, 0);
+  const auto reward = counting({1, 2}, 0);
+  CHECK_THROWS(Error, "Cannot enqueue empty vector of arrays",
+               queue.enqueue({Structure::tuple({}), {}}));
+  CHECK_THROWS(Error,
+               "The array is int64[2]: expected more than batch_dim (1) "
+               "dimensions, got 1",
+               queue.enqueue(nest_of(counting({2}, 0))));
+  CHECK_THROWS(
+      Error, "Leaf ['reward'] is int64[]",
+      queue.enqueue(named({{"frame", frame}, {"reward", counting({}, 0)}})));
+  CHECK_THROWS(Error, "expected at least one row",
+               queue.enqueue(nest_of(counting({1, 0}, 0))));
+  CHECK_THROWS(Error, "expected at most 3 rows (maximum batch size)",
+               queue.enqueue(row_nest({1, 2, 3, 4})));
+  CHECK_THROWS(Error,
+               "Leaf ['reward'] is int64[1,3]: expected 2 rows along axis 1 "
+               "(batch_dim) like the first leaf, got 3",
+               queue.enqueue(
+                   named({{"frame", frame}, {"reward", counting({1, 3}, 0)}})));
+  CHECK_EQ(queue.size(), 0);
+}
+
+TEST(items_that_differ_from_what_is_queued_are_refused) {
+  BatchingQueue queue({});
+  using Error = std::invalid_argument;
+  const auto frame = counting({1, 2, 5}, 0);
+  const auto reward = counting({1, 2}, 0);
+  queue.enqueue(named({{"frame", frame}, {"reward", reward}}));
+  CHECK_THROWS(Error,
+               "Nest is {frame: *, rewards: *}: expected {frame: *, reward: *}",
+               queue.enqueue(named({{"frame", frame}, {"rewards", reward}})));
+  CHECK_THROWS(Error, "Leaf ['frame'] is int64[1,2,7]: expected int64[1,2,5]",
+               queue.enqueue(named(
+                   {{"frame", counting({1, 2, 7}, 0)}, {"reward", reward}})));
+  CHECK_THROWS(Error, "Leaf ['frame'] is int64[1,2]: expected int64[1,2,5]",
+               queue.enqueue(named(
+                   {{"frame", counting({1, 2}, 0)}, {"reward", reward}})));
+  Array wrong = reward;
+  wrong.dtype = DType::kFloat64;
+  CHECK_THROWS(Error, "Leaf ['reward'] is float64[1,2]: expected int64[1,2]",
+               queue.enqueue(named({{"frame", frame}, {"reward", wrong}})));
+  // The queue goes on, and once empty it takes another kind.
+  queue.enqueue(named({{"frame", frame}, {"reward", reward}}));
+  CHECK_EQ(queue.dequeue_many()->leaves[0].describe(), "int64[1,4,5]");
+  queue.enqueue(row_nest({1}));
+}
+
+TEST(unchecked_items_cannot_corrupt_memory) {
+  BatchingQueue queue({.minimum_batch_size = 2, .check_inputs = false});
+  using Error = std::invalid_argument;
+  const auto small = counting({1, 1, 5}, 0);
+  auto batch_of = [&](Nest a, Nest b) {
+    queue.enqueue(std::move(a));
+    queue.enqueue(std::move(b));
+    queue.dequeue_many();
+  };
+  CHECK_THROWS(Error, "expected int64[1,1,5]",
+               batch_of(nest_of(small), nest_of(counting({1, 1, 500}, 0))));
+  CHECK_THROWS(Error, "expected {a: *}",
+               batch_of(named({{"a", small}}), nest_of(small)));
+  CHECK_THROWS(Error, "expected 1 rows",
+               batch_of(named({{"a", small}, {"b", small}}),
+                        named({{"a", small}, {"b", counting({1, 9, 5}, 0)}})));
+  CHECK_THROWS(Error, "expected more than batch_dim",
+               queue.enqueue(nest_of(counting({3}, 0))));
+  CHECK_EQ(queue.dropped(), 6);
+  CHECK_EQ(queue.dequeued(), 0);
+  CHECK_EQ(queue.size(), 0);
+}
+
+TEST(rows_that_find_no_memory_are_counted_as_dropped) {
+  bool fail = true;
+  BatchingQueue queue({.minimum_batch_size = 2},
+                      BufferPool::create([&](size_t nbytes) {
+                        if (fail) throw std::runtime_error("no memory");
+                        return allocate_from_heap(nbytes);
+                      }));
+  for (int64_t i = 0; i < 4; ++i) queue.enqueue(row_nest({i}));
+  CHECK_THROWS(std::runtime_error, "no memory", queue.dequeue_many());
+  CHECK_EQ(queue.dropped(), 4);
+  fail = false;
+  queue.enqueue(row_nest({5, 6}));
+  CHECK((dequeue_values(queue) == Values{5, 6}));
+  CHECK_EQ(queue.dequeued(), 2);
+}
+
+// Ctrl-C.
+
+TEST(interrupted_waits_end_alone) {
+  BatchingQueue queue({.maximum_queue_size = 1});
+  auto consume = [&] { return dequeue_values(queue); };
+  auto produce = [&] { queue.enqueue(row_nest({1})); };
+  auto interrupted = [](auto fn) {
+    return background([fn] {
+      interrupt_check = [] { throw std::runtime_error("interrupted"); };
+      fn();
+    });
+  };
+  auto consumer = background(consume);
+  auto interrupted_consumer = interrupted(consume);
+  CHECK_THROWS(std::runtime_error, "interrupted", interrupted_consumer.get());
+  wait_until([&] { return queue.num_waiting() == 1; });
+  produce();
+  CHECK((consumer.get() == Values{1}));
+  produce();
+  auto producer = background(produce);
+  auto interrupted_producer = interrupted(produce);
+  CHECK_THROWS(std::runtime_error, "interrupted", interrupted_producer.get());
+  wait_until([&] { return queue.num_waiting() == 1; });
+  CHECK((consume() == Values{1}));
+  producer.get();
+  CHECK((consume() == Values{1}));
+}
+
+TEST(an_interrupted_consumer_hands_on_what_it_was_woken_for) {
+  // One of two consumers is called away while items come; none may be stuck.
+  BatchingQueue queue({.maximum_batch_size = 1});
+  for (int round = 0; round < 5; ++round) {
+    auto interrupted = background([&] {
+      interrupt_check = [] { throw std::runtime_error("interrupted"); };
+      try {
+        while (queue.dequeue_many()) {
+        }
+      } catch (const std::runtime_error&) {
+      }
+    });
+    auto consumer = background([&] { dequeue_values(queue); });
+    while (interrupted.wait_for(std::chrono::milliseconds(1)) !=
+           std::future_status::ready) {
+      if (queue.num_waiting() < 2) continue;
+      queue.enqueue(row_nest({1}));
+    }
+    queue.enqueue(row_nest({1}));
+    consumer.get();
+  }
+}
+
+// Closing.
+
+TEST(closing_before_each_call_refuses_it) {
+  BatchingQueue queue({});
+  queue.close();
+  CHECK(queue.is_closed());
+  CHECK_THROWS(QueueClosed, "closed", queue.enqueue(row_nest({1})));
+  CHECK_THROWS(QueueClosed, "closed", queue.enqueue_now(row_nest({1})));
+  CHECK(!queue.dequeue_many());
+}
+
+TEST(closing_twice_is_an_error) {
+  BatchingQueue queue({});
+  queue.close();
+  CHECK_THROWS(std::runtime_error, "Queue was closed already", queue.close());
+}
+
+TEST(close_wakes_waiting_consumers) {
+  BatchingQueue queue({.minimum_batch_size = 2});
+  std::vector<std::future<bool>> consumers;
+  for (int i = 0; i < 3; ++i) {
+    consumers.push_back(
+        background([&] { return queue.dequeue_many().has_value(); }));
+  }
+  wait_until([&] { return queue.num_waiting() == 3; });
+  queue.enqueue(row_nest({1}));
+  queue.close();
+  for (auto& consumer : consumers) CHECK(!consumer.get());
+  CHECK_EQ(queue.num_waiting(), 0);
+}
+
+TEST(close_wakes_consumers_that_wait_for_a_timeout) {
+  BatchingQueue queue({.minimum_batch_size = 2, .timeout_ms = 1000000});
+  queue.enqueue(row_nest({1}));
+  auto consumer = background([&] { return queue.dequeue_many().has_value(); });
+  wait_until([&] { return queue.num_waiting() == 1; });
+  queue.close();
+  CHECK(!consumer.get());
+}
+
+TEST(close_wakes_waiting_producers) {
+  BatchingQueue queue({.maximum_queue_size = 1});
+  queue.enqueue(row_nest({1}));
+  std::vector<std::future<void>> producers;
+  for (int i = 0; i < 3; ++i) {
+    producers.push_back(background([&] { queue.enqueue(row_nest({2})); }));
+  }
+  wait_until([&] { return queue.num_waiting() == 3; });
+  queue.close();
+  for (auto& producer : producers)
+    CHECK_THROWS(QueueClosed, "", producer.get());
+}
+
+TEST(close_drops_and_counts_what_is_queued) {
+  BatchingQueue queue({});
+  Nest item = row_nest({1, 2});
+  std::weak_ptr<void> memory = item.leaves[0].owner;
+  queue.enqueue(std::move(item));
+  queue.enqueue(row_nest({3}));
+  queue.close();
+  CHECK_EQ(queue.dropped(), 3);
+  CHECK_EQ(queue.size(), 0);
+  CHECK(memory.expired());
+}
+
+TEST(items_are_destroyed_without_the_lock) {
+  // Their memory may be Python's: whoever frees it waits for the GIL.
+  BatchingQueue queue({.maximum_batch_size = 1});
+  int freed = 0;
+  auto item = [&] {
+    Nest nest = row_nest({1});
+    nest.leaves[0].owner = std::shared_ptr<void>(
+        nest.leaves[0].data, [&, owner = nest.leaves[0].owner](void*) {
+          queue.size();  // Takes the lock.
+          ++freed;
+        });
+    return nest;
+  };
+  queue.enqueue(item());
+  queue.enqueue(item());
+  queue.dequeue_many();
+  CHECK_EQ(freed, 1);
+  Nest bad = item();
+  bad.leaves[0].shape = {1, 1, 1};
+  CHECK_THROWS(std::invalid_argument, "", queue.enqueue(std::move(bad)));
+  queue.close();
+  CHECK_EQ(freed, 3);
+  CHECK_THROWS(QueueClosed, "", queue.enqueue(item()));
+  CHECK_EQ(freed, 4);
+}
+
+TEST(destruction_lets_waiters_leave) {
+  for (int round = 0; round < 20; ++round) {
+    auto queue = std::make_unique<BatchingQueue>(
+        QueueOptions{.minimum_batch_size = 1, .maximum_queue_size = 1});
+    auto& inside = *queue;
+    std::vector<std::future<bool>> consumers;
+    for (int i = 0; i < 3; ++i) {
+      consumers.push_back(
+          background([&] { return inside.dequeue_many().has_value(); }));
+    }
+    wait_until([&] { return inside.num_waiting() == 3; });
+    queue.reset();
+    for (auto& consumer : consumers) CHECK(!consumer.get());
+  }
+}
+
+TEST(destruction_lets_waiting_producers_leave) {
+  auto queue =
+      std::make_unique<BatchingQueue>(QueueOptions{.maximum_queue_size = 1});
+  auto& inside = *queue;
+  inside.enqueue(row_nest({1}));
+  auto producer = background([&] { inside.enqueue(row_nest({2})); });
+  wait_until([&] { return inside.num_waiting() == 1; });
+  queue.reset();
+  CHECK_THROWS(QueueClosed, "closed", producer.get());
+}
+
+// Identity: (producer, sequence) of every item arrives once and in order.
+
+namespace {
+
+void check_identity(QueueOptions options, int num_producers, int num_consumers,
+                    int64_t num_items) {
+  BatchingQueue queue(options);
+  std::vector<std::future<void>> producers;
+  for (int64_t id = 0; id < num_producers; ++id) {
+    producers.push_back(background([&, id] {
+      for (int64_t i = 0; i < num_items; ++i) {
+        // [2, rows]: twice the same, to see rows that are torn.
+        Values values;
+        const int64_t rows = 1 + i % 3;
+        for (int64_t k = 0; k < 2 * rows; ++k) values.push_back(1000 * id + i);
+        queue.enqueue(nest_of(array_of({2, rows}, std::move(values))));
+      }
+    }));
+  }
+  std::vector<std::future<Values>> consumers;
+  for (int i = 0; i < num_consumers; ++i) {
+    consumers.push_back(background([&] {
+      Values seen;
+      while (auto batch = queue.dequeue_many()) {
+        const Values values = values_of(*batch);
+        const size_t rows = values.size() / 2;
+        CHECK(static_cast<int64_t>(rows) <= options.maximum_batch_size);
+        for (size_t k = 0; k < rows; ++k) {
+          CHECK_EQ(values[k], values[rows + k]);
+          seen.push_back(values[k]);
+        }
+      }
+      return seen;
+    }));
+  }
+  for (auto& producer : producers) producer.get();
+  wait_until([&] { return queue.size() < options.minimum_batch_size; });
+  queue.close();
+  std::map<int64_t, int64_t> counts;
+  int64_t num_rows = 0;
+  for (auto& consumer : consumers) {
+    std::map<int64_t, int64_t> last;  // By producer.
+    for (int64_t value : consumer.get()) {
+      ++counts[value];
+      ++num_rows;
+      CHECK(value % 1000 >= last[value / 1000]);
+      last[value / 1000] = value % 1000;
+    }
+  }
+  CHECK_EQ(num_rows, queue.dequeued());
+  int64_t missing = 0;
+  for (int64_t id = 0; id < num_producers; ++id) {
+    for (int64_t i = 0; i < num_items; ++i) {
+      const int64_t count = counts[1000 * id + i];
+      CHECK(count <= 1 + i % 3);
+      missing += 1 + i % 3 - count;
+    }
+  }
+  CHECK_EQ(missing, queue.dropped());
+}
+
+}  // namespace
+
+TEST(every_item_arrives_once_and_in_order) {
+  check_identity({.maximum_batch_size = 7}, 3, 1, 300);
+}
+
+TEST(every_item_arrives_once_at_several_consumers) {
+  // Each consumer still sees each producer's items in order.
+  check_identity({.minimum_batch_size = 4, .maximum_batch_size = 7}, 3, 3, 300);
+}
+
+TEST(every_item_arrives_once_through_a_queue_of_one) {
+  check_identity({.maximum_batch_size = 3, .maximum_queue_size = 1}, 3, 2, 200);
+}
+
+TEST(every_item_arrives_once_with_timeouts) {
+  check_identity({.minimum_batch_size = 5,
+                  .maximum_batch_size = 6,
+                  .timeout_ms = 1,
+                  .maximum_queue_size = 5},
+                 3, 3, 200);
+}
+
+TEST(closing_at_any_moment_loses_no_row_of_the_count) {
+  for (int round = 0; round < 30; ++round) {
+    BatchingQueue queue({.minimum_batch_size = 2, .maximum_queue_size = 3});
+    auto producer = background([&] {
+      int64_t rows = 0;
+      try {
+        for (;; ++rows) queue.enqueue(row_nest({rows}));
+      } catch (const QueueClosed&) {
+      }
+      return rows;
+    });
+    auto consumer = background([&] {
+      int64_t rows = 0;
+      while (auto batch = queue.dequeue_many())
+        rows += values_of(*batch).size();
+      return rows;
+    });
+    wait_until([&] { return queue.dequeued() > 20 * round; });
+    queue.close();
+    const int64_t enqueued = producer.get();
+    CHECK_EQ(queue.dequeued(), consumer.get());
+    CHECK_EQ(queue.dequeued() + queue.dropped(), enqueued);
+  }
+}

@@ -1,0 +1,536 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Environment servers for the actor pool's tests, in this process and without a
+// network. A test plays the server itself, message by message, or leaves an
+// address to a CountingServer.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "transport.h"
+
+namespace fake {
+
+using torchbeast::Segments;
+using torchbeast::StreamEvents;
+
+// --- The wire format, written down a second time -----------------------------
+
+inline std::string varint(uint64_t value) {
+  std::string out;
+  do {
+    const uint64_t rest = value >> 7;
+    out.push_back(static_cast<char>((value & 127) + (rest ? 128 : 0)));
+    value = rest;
+  } while (value);
+  return out;
+}
+
+inline std::string number(int field, uint64_t value) {
+  return varint(field * 8) + varint(value);
+}
+
+inline std::string bytes(int field, std::string_view value) {
+  return varint(field * 8 + 2) + varint(value.size()) + std::string(value);
+}
+
+inline std::string fixed64(int field, uint64_t value) {
+  std::string out = varint(field * 8 + 1);
+  for (int i = 0; i < 8; ++i) out.push_back(static_cast<char>(value >> 8 * i));
+  return out;
+}
+
+// A message's fields, in order. Numbers of every kind are in `value`.
+struct Field {
+  uint64_t field = 0;
+  uint64_t value = 0;
+  std::string bytes;
+};
+
+inline std::vector<Field> parse(const std::string& message) {
+  std::vector<Field> fields;
+  size_t at = 0;
+  const auto read = [&] {
+    uint64_t value = 0;
+    for (int shift = 0;; shift += 7) {
+      const auto byte = static_cast<uint8_t>(message.at(at++));
+      value |= uint64_t{byte & 127u} << shift;
+      if (byte < 128) return value;
+    }
+  };
+  while (at < message.size()) {
+    const uint64_t tag = read();
+    Field field{tag / 8, 0, ""};
+    if (tag % 8 == 0) {
+      field.value = read();
+    } else if (tag % 8 == 1) {
+      for (int i = 0; i < 8; ++i) {
+        field.value |= uint64_t{static_cast<uint8_t>(message.at(at++))}
+                       << 8 * i;
+      }
+    } else {
+      const uint64_t size = read();
+      field.bytes = message.substr(at, size);
+      at += size;
+    }
+    fields.push_back(std::move(field));
+  }
+  return fields;
+}
+
+inline uint64_t number_of(const std::vector<Field>& fields, uint64_t field) {
+  for (const Field& f : fields) {
+    if (f.field == field) return f.value;
+  }
+  return 0;
+}
+
+template <typename... Ts>
+std::string raw(Ts... values) {
+  std::string out;
+  (out.append(reinterpret_cast<const char*>(&values), sizeof(values)), ...);
+  return out;
+}
+
+// An Array of a Welcome; every key of the path is a name.
+inline std::string array(const std::vector<std::string>& path,
+                         const std::string& dtype,
+                         const std::vector<uint64_t>& shape = {}) {
+  std::string out;
+  for (const std::string& key : path) out += bytes(1, bytes(1, key));
+  out += bytes(2, dtype);
+  std::string packed;
+  for (const uint64_t axis : shape) packed += varint(axis);
+  if (!shape.empty()) out += bytes(3, packed);
+  return out;
+}
+
+struct WelcomeOptions {
+  uint64_t protocol = 1;
+  std::string env = "Counting";
+  uint64_t num_envs = 1;
+  std::vector<std::string> step_arrays = {
+      array({"observation", "count"}, "int64", {3}),
+      array({"observation", "frame"}, "uint8", {5}),
+      array({"reward"}, "float32"),
+      array({"done"}, "bool"),
+      array({"truncated"}, "bool"),
+      array({"episode_return"}, "float32"),
+      array({"episode_step"}, "int32"),
+      array({"last_action"}, "int64"),
+      array({"info", "game_return"}, "float32")};
+  std::vector<std::string> action_arrays = {array({}, "int64")};
+};
+
+inline std::string welcome(const WelcomeOptions& options) {
+  std::string out = number(1, options.protocol) + bytes(2, "0.0") +
+                    bytes(3, std::string(16, 'i')) + bytes(4, options.env) +
+                    number(5, options.num_envs) + number(6, 1) + number(7, 4);
+  for (const std::string& spec : options.step_arrays) out += bytes(10, spec);
+  for (const std::string& spec : options.action_arrays) out += bytes(11, spec);
+  return bytes(1, out);
+}
+
+inline std::string failure(const std::string& text, bool permanent = false) {
+  return bytes(3, bytes(1, text) + number(2, permanent));
+}
+
+inline std::string goodbye(const std::string& reason) {
+  return bytes(4, bytes(1, reason));
+}
+
+// The environments: everything in row n of environment e, incarnation i, says
+// so; and the agent's action for it is right_action(e, n).
+inline int64_t right_action(int64_t env, int64_t n) { return 1000 * env + n; }
+inline float reward_of(int64_t n) { return static_cast<float>(n) + 0.5f; }
+inline bool done_of(int64_t n) { return n % 7 == 0; }
+inline float return_of(int64_t env, int64_t n) {
+  return static_cast<float>(100 * env - n);
+}
+inline uint8_t pixel_of(int64_t env, int64_t n) {
+  return static_cast<uint8_t>(17 * env + 3 * n);
+}
+
+inline std::string step(int64_t first_env, int64_t num_envs,
+                        int64_t incarnation, int64_t n,
+                        const std::vector<int64_t>& last_actions) {
+  std::string count, frame, reward, done, truncated, ret, steps, last, game;
+  for (int64_t k = 0; k < num_envs; ++k) {
+    const int64_t env = first_env + k;
+    count += raw(env, incarnation, n);
+    frame += std::string(5, static_cast<char>(pixel_of(env, n)));
+    reward += raw(reward_of(n));
+    done += raw(done_of(n));
+    truncated += raw(false);
+    ret += raw(return_of(env, n));
+    steps += raw(static_cast<int32_t>(n));
+    last += raw(last_actions.at(k));
+    game += raw(0.25f);
+  }
+  std::string out = fixed64(1, n);
+  for (const auto& part :
+       {count, frame, reward, done, truncated, ret, steps, last, game}) {
+    out += bytes(2, part);
+  }
+  return bytes(2, out);
+}
+
+struct Hello {
+  std::string version, run_id;
+  std::vector<std::string> info_keys;
+  int64_t seed = 0, first_env_id = 0, incarnation = 0;
+};
+
+inline Hello parse_hello(const std::string& message) {
+  const auto outer = parse(message);
+  if (outer.size() != 1 || outer[0].field != 1) {
+    throw std::logic_error("this is no Hello");
+  }
+  Hello hello;
+  const auto fields = parse(outer[0].bytes);
+  for (const Field& field : fields) {
+    if (field.field == 2) hello.version = field.bytes;
+    if (field.field == 3) hello.run_id = field.bytes;
+    if (field.field == 4) hello.info_keys.push_back(field.bytes);
+  }
+  hello.seed = number_of(fields, 5);
+  hello.first_env_id = number_of(fields, 6);
+  hello.incarnation = number_of(fields, 7);
+  return hello;
+}
+
+struct Action {
+  int64_t seq = 0;
+  std::vector<int64_t> values;
+};
+
+inline Action parse_action(const std::string& message) {
+  const auto outer = parse(message);
+  if (outer.size() != 1 || outer[0].field != 2) {
+    throw std::logic_error("this is no Action");
+  }
+  const auto fields = parse(outer[0].bytes);
+  Action action;
+  action.seq = number_of(fields, 1);
+  for (const Field& field : fields) {
+    if (field.field != 2) continue;
+    action.values.resize(field.bytes.size() / sizeof(int64_t));
+    std::memcpy(action.values.data(), field.bytes.data(), field.bytes.size());
+  }
+  return action;
+}
+
+// --- Streams
+// -------------------------------------------------------------------
+
+// A thread of the transport: runs what is posted, in order.
+class Worker {
+ public:
+  ~Worker() { stop(); }
+
+  void post(std::function<void()> task) {
+    std::lock_guard lock(mu_);
+    if (stopping_) return;
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+
+  // Returns when all that was posted before is done.
+  void stop() {
+    {
+      std::lock_guard lock(mu_);
+      stopping_ = true;
+      changed_.notify_all();
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  void work() {
+    std::unique_lock lock(mu_);
+    while (true) {
+      changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      task = nullptr;
+      lock.lock();
+    }
+  }
+
+  std::mutex mu_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;  // Guarded by mu_.
+  bool stopping_ = false;                    // Guarded by mu_.
+  std::thread thread_{[this] { work(); }};   // Last: it uses the others.
+};
+
+class Connection;
+using ConnectionPtr = std::shared_ptr<Connection>;
+
+// What answers the messages of the pool, in the transport's thread.
+class Server {
+ public:
+  virtual ~Server() = default;
+  virtual void on_message(Connection& connection, std::string message) = 0;
+};
+
+// The server's end of a stream. Thread-safe.
+class Connection : public std::enable_shared_from_this<Connection> {
+ public:
+  Connection(std::string where, StreamEvents* to, Worker* by)
+      : address(std::move(where)), events_(to), worker_(by) {}
+
+  const std::string address;
+  // For a Server, in the transport's thread.
+  Hello hello;
+  int64_t n = -1;
+  std::vector<int64_t> last_actions;
+
+  void connected() {
+    post([this] { events_->on_connected(); });
+  }
+
+  // In parts of `chunk` bytes, as a network might.
+  void send(const std::string& message, size_t chunk = 11) {
+    post([this, message, chunk] { deliver(message, chunk); });
+  }
+
+  void close(const std::string& reason = "connection lost",
+             bool transient = true) {
+    post([this, reason, transient] {
+      std::unique_lock lock(mu_);
+      if (std::exchange(ended_, true)) return;
+      changed_.notify_all();
+      lock.unlock();
+      events_->on_closed(reason, transient);
+    });
+  }
+
+  // The next message of the pool.
+  std::string receive() {
+    std::unique_lock lock(mu_);
+    changed_.wait(lock, [&] { return ended_ || !received_.empty(); });
+    if (received_.empty()) throw std::logic_error("the pool ended the stream");
+    std::string message = std::move(received_.front());
+    received_.pop_front();
+    return message;
+  }
+
+  bool has_ended() const {
+    std::lock_guard lock(mu_);
+    return ended_;
+  }
+
+  // Of the pool's end.
+  void take(std::string message, Server* server) {
+    if (server) {
+      post([this, server, message = std::move(message)] {
+        if (!has_ended()) server->on_message(*this, message);
+      });
+      return;
+    }
+    std::lock_guard lock(mu_);
+    received_.push_back(std::move(message));
+    changed_.notify_all();
+  }
+
+  // In the transport's thread only.
+  void deliver(const std::string& message, size_t chunk = 11) {
+    if (has_ended()) return;
+    auto owner = std::make_shared<std::string>(message);
+    Segments segments;
+    for (size_t i = 0; i < owner->size(); i += chunk) {
+      segments.parts.push_back(std::string_view(*owner).substr(i, chunk));
+    }
+    segments.owner = owner;
+    events_->on_message(std::move(segments));
+  }
+
+ private:
+  void post(std::function<void()> task) {
+    worker_->post(
+        [self = shared_from_this(), task = std::move(task)] { task(); });
+  }
+
+  StreamEvents* const events_;
+  Worker* const worker_;
+  mutable std::mutex mu_;
+  std::condition_variable changed_;
+  std::deque<std::string> received_;  // Guarded by mu_.
+  bool ended_ = false;                // Guarded by mu_.
+};
+
+// What tests and the transport share: who serves which address. Thread-safe.
+class Network {
+ public:
+  // Without it, streams to the address wait for accept().
+  void serve(const std::string& address, Server* server) {
+    std::lock_guard lock(mu_);
+    servers_[address] = server;
+  }
+  void refuse(const std::string& address, bool refuse = true) {
+    std::lock_guard lock(mu_);
+    refused_[address] = refuse;
+  }
+
+  // The next stream to an address that a test plays. Its connection is up.
+  ConnectionPtr accept() {
+    std::unique_lock lock(mu_);
+    changed_.wait(lock, [&] { return !dialled_.empty(); });
+    const ConnectionPtr connection = dialled_.front();
+    dialled_.pop_front();
+    lock.unlock();
+    connection->connected();
+    return connection;
+  }
+
+  size_t num_dialled() const {
+    std::lock_guard lock(mu_);
+    return dialled_.size();
+  }
+
+  std::vector<ConnectionPtr> connections() const {  // Ever.
+    std::lock_guard lock(mu_);
+    return connections_;
+  }
+
+  Server* dial(const ConnectionPtr& connection) {
+    std::lock_guard lock(mu_);
+    connections_.push_back(connection);
+    if (refused_[connection->address]) {
+      connection->close("connection refused");
+      return nullptr;
+    }
+    Server* const server = servers_[connection->address];
+    if (server) {
+      connection->connected();
+    } else {
+      dialled_.push_back(connection);
+      changed_.notify_all();
+    }
+    return server;
+  }
+
+ private:
+  mutable std::mutex mu_;
+  std::condition_variable changed_;
+  std::map<std::string, Server*> servers_;  // Guarded by mu_, like all here.
+  std::map<std::string, bool> refused_;
+  std::deque<ConnectionPtr> dialled_;
+  std::vector<ConnectionPtr> connections_;
+};
+
+class Stream final : public torchbeast::Stream {
+ public:
+  Stream(std::shared_ptr<Network> network, ConnectionPtr connection)
+      : network_(std::move(network)), connection_(std::move(connection)) {}
+  ~Stream() override { connection_->close("dropped"); }
+
+  void start(std::string message) override {
+    server_ = network_->dial(connection_);
+    connection_->take(std::move(message), server_);
+  }
+  void send(std::string message) override {
+    connection_->take(std::move(message), server_);
+  }
+  void cancel() override { connection_->close("cancelled"); }
+
+ private:
+  const std::shared_ptr<Network> network_;
+  const ConnectionPtr connection_;
+  Server* server_ = nullptr;
+};
+
+class Transport final : public torchbeast::Transport {
+ public:
+  Transport(std::shared_ptr<Network> network, int num_threads)
+      : network_(std::move(network)), workers_(num_threads) {}
+  ~Transport() override { shutdown(); }
+
+  std::shared_ptr<torchbeast::Stream> connect(const std::string& address,
+                                              StreamEvents* events) override {
+    const auto connection = std::make_shared<Connection>(
+        address, events, &workers_[next_++ % workers_.size()]);
+    return std::make_shared<Stream>(network_, connection);
+  }
+
+  void shutdown() override {
+    for (const auto& connection : network_->connections()) {
+      connection->close("shut down");
+    }
+    for (Worker& worker : workers_) worker.stop();
+  }
+
+ private:
+  const std::shared_ptr<Network> network_;
+  std::deque<Worker> workers_;
+  size_t next_ = 0;
+};
+
+// K environments that count, and check that each action is the right one.
+class CountingServer : public Server {
+ public:
+  explicit CountingServer(int64_t num_envs) {
+    options_.num_envs = static_cast<uint64_t>(num_envs);
+  }
+  explicit CountingServer(WelcomeOptions options)
+      : options_(std::move(options)) {}
+
+  void on_message(Connection& connection, std::string message) override {
+    const auto K = static_cast<int64_t>(options_.num_envs);
+    if (connection.n < 0) {
+      connection.hello = parse_hello(message);
+      connection.last_actions.assign(K, 0);
+      connection.deliver(welcome(options_));
+    } else {
+      const Action action = parse_action(message);
+      std::vector<int64_t> expected;
+      for (int64_t k = 0; k < K; ++k) {
+        expected.push_back(
+            right_action(connection.hello.first_env_id + k, connection.n));
+      }
+      if (action.seq != connection.n || action.values != expected) ++errors_;
+      connection.last_actions = action.values;
+    }
+    ++connection.n;
+    reply(connection);
+  }
+
+  // Sends row connection.n, in the transport's thread.
+  virtual void reply(Connection& connection) {
+    if (connection.n > 0) {
+      steps_ += static_cast<int64_t>(options_.num_envs);
+    }
+    connection.deliver(step(
+        connection.hello.first_env_id, static_cast<int64_t>(options_.num_envs),
+        connection.hello.incarnation, connection.n, connection.last_actions));
+  }
+
+  int64_t errors() const { return errors_; }  // Wrong actions.
+  int64_t steps() const { return steps_; }    // Sent, after first ones.
+
+ private:
+  WelcomeOptions options_;
+  std::atomic<int64_t> errors_{0};
+  std::atomic<int64_t> steps_{0};
+};
+
+}  // namespace fake

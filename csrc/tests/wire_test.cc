@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "wire.h"
+
+#include <cstdio>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "fake_servers.h"
+#include "testing.h"
+
+using namespace torchbeast;
+using wire::DecodeError;
+
+namespace {
+
+// In memory of their own, so that AddressSanitizer sees every byte too many.
+Segments segments_of(const std::string& message, size_t chunk) {
+  auto parts = std::make_shared<std::vector<std::vector<char>>>();
+  for (size_t i = 0; i < message.size(); i += chunk) {
+    const auto begin = message.begin() + static_cast<std::ptrdiff_t>(i);
+    const size_t size = std::min(chunk, message.size() - i);
+    parts->emplace_back(begin, begin + static_cast<std::ptrdiff_t>(size));
+    parts->emplace_back();  // Empty parts mean nothing.
+  }
+  Segments segments;
+  for (const auto& part : *parts) {
+    segments.parts.emplace_back(part.data(), part.size());
+  }
+  segments.owner = parts;
+  return segments;
+}
+
+wire::Welcome read_welcome(const std::string& message, size_t chunk = 13) {
+  const Segments segments = segments_of(message, chunk);
+  const auto [kind, body] = wire::open(segments);
+  CHECK(kind == wire::Kind::kWelcome);
+  return wire::decode_welcome(segments, body);
+}
+
+// A Welcome with one step array.
+wire::Welcome read_array(const std::string& array) {
+  return read_welcome(fake::bytes(1, fake::bytes(10, array)));
+}
+
+const std::vector<wire::ArraySpec>& step_specs() {
+  static const auto welcome = read_welcome(fake::welcome({}));
+  return welcome.step_arrays;
+}
+
+}  // namespace
+
+TEST(a_welcome_is_read_however_it_is_split) {
+  fake::WelcomeOptions options;
+  options.num_envs = 300;
+  options.action_arrays = {fake::array({}, "float32", {2, 129})};
+  const std::string message = fake::welcome(options);
+  for (size_t chunk = 1; chunk <= message.size(); ++chunk) {
+    const wire::Welcome welcome = read_welcome(message, chunk);
+    CHECK_EQ(welcome.protocol, 1u);
+    CHECK_EQ(welcome.version, "0.0");
+    CHECK_EQ(welcome.incarnation_id, std::string(16, 'i'));
+    CHECK_EQ(welcome.env, "Counting");
+    CHECK_EQ(welcome.num_envs, 300u);
+    CHECK_EQ(welcome.num_streams, 1u);
+    CHECK_EQ(welcome.frames_per_step, 4u);
+    CHECK_EQ(welcome.step_arrays.size(), 9u);
+    CHECK_EQ(describe(welcome.step_arrays[0]), "observation.count int64[3]");
+    CHECK_EQ(welcome.step_arrays[0].nbytes, 24u);
+    CHECK_EQ(describe(welcome.action_arrays.at(0)), "action float32[2,129]");
+  }
+}
+
+TEST(a_step_is_read_however_it_is_split) {
+  const std::string message = fake::step(3, 2, 7, 1234567, {11, 13});
+  for (size_t chunk = 1; chunk <= message.size(); ++chunk) {
+    const Segments segments = segments_of(message, chunk);
+    const auto [kind, body] = wire::open(segments);
+    CHECK(kind == wire::Kind::kStep);
+    wire::Step step;
+    wire::decode_step(segments, body, step_specs(), 2, &step);
+    CHECK_EQ(step.seq, 1234567u);
+    std::vector<int64_t> count(6);
+    wire::copy(segments, step.arrays.at(0),
+               reinterpret_cast<char*>(count.data()));
+    CHECK(count == (std::vector<int64_t>{3, 7, 1234567, 4, 7, 1234567}));
+    std::vector<int64_t> actions(2);
+    wire::copy(segments, step.arrays.at(7),
+               reinterpret_cast<char*>(actions.data()));
+    CHECK(actions == (std::vector<int64_t>{11, 13}));
+  }
+}
+
+TEST(what_is_said_at_the_end_is_read) {
+  Segments segments = segments_of(fake::failure("why", true), 2);
+  const wire::Failure failure =
+      wire::decode_failure(segments, wire::open(segments).body);
+  CHECK_EQ(failure.text, "why");
+  CHECK(failure.permanent);
+  segments = segments_of(fake::goodbye("so long"), 2);
+  CHECK_EQ(wire::decode_goodbye(segments, wire::open(segments).body).reason,
+           "so long");
+}
+
+TEST(hello_and_action_are_written_as_servers_read_them) {
+  wire::Hello hello;
+  hello.version = "1.2";
+  hello.run_id = "r";
+  hello.info_keys = {"a", "b"};
+  hello.seed = ~uint64_t{0};
+  hello.first_env_id = 300;
+  hello.incarnation = 7;
+  const auto read = fake::parse_hello(wire::hello_to_server(hello));
+  CHECK_EQ(read.version, "1.2");
+  CHECK_EQ(read.run_id, "r");
+  CHECK(read.info_keys == (std::vector<std::string>{"a", "b"}));
+  CHECK_EQ(read.seed, -1);
+  CHECK_EQ(read.first_env_id, 300);
+  CHECK_EQ(read.incarnation, 7);
+  // By hand, from proto/torchbeast.proto.
+  CHECK_EQ(wire::action_to_server(258, {"ab", "c"}),
+           std::string("\x12\x10\x09\x02\x01\0\0\0\0\0\0\x12\x02"
+                       "ab\x12\x01"
+                       "c",
+                       18));
+  const std::string large(300, 'x');
+  const auto fields = fake::parse(wire::action_to_server(1, {large}));
+  CHECK_EQ(fake::parse(fields.at(0).bytes).at(1).bytes, large);
+}
+
+TEST(what_is_unknown_is_skipped) {
+  const std::string future = fake::number(100, 5) + fake::bytes(101, "new") +
+                             fake::fixed64(102, 7) +
+                             std::string("\xbd\x06\1\2\3\4");  // fixed32
+  const wire::Welcome welcome = read_welcome(
+      future + fake::bytes(1, future + fake::number(5, 3)) + future);
+  CHECK_EQ(welcome.num_envs, 3u);
+}
+
+TEST(shapes_may_be_packed_or_not) {
+  const std::string array = fake::bytes(1, fake::bytes(1, "x")) +
+                            fake::bytes(2, "uint8") + fake::number(3, 5) +
+                            fake::number(3, 7);
+  CHECK_EQ(describe(read_array(array).step_arrays.at(0)), "x uint8[5,7]");
+}
+
+TEST(welcomes_have_limits) {
+  std::string arrays;
+  for (size_t i = 0; i < wire::kMaxArrays; ++i) {
+    arrays += fake::bytes(10, fake::array({"x"}, "bool"));
+  }
+  CHECK_EQ(read_welcome(fake::bytes(1, arrays)).step_arrays.size(),
+           wire::kMaxArrays);
+  arrays += fake::bytes(10, fake::array({"x"}, "bool"));
+  CHECK_THROWS(DecodeError, "more than 4096 arrays",
+               read_welcome(fake::bytes(1, arrays)));
+  read_array(fake::array(std::vector<std::string>(16, "k"), "bool"));
+  CHECK_THROWS(
+      DecodeError, "more than 16 keys",
+      read_array(fake::array(std::vector<std::string>(17, "k"), "bool")));
+  read_array(fake::array({"x"}, "bool", std::vector<uint64_t>(16, 1)));
+  CHECK_THROWS(
+      DecodeError, "more than 16 axes",
+      read_array(fake::array({"x"}, "bool", std::vector<uint64_t>(17, 1))));
+  const uint64_t large = uint64_t{1} << 32;
+  CHECK_THROWS(DecodeError, "array x is too large",
+               read_array(fake::array({"x"}, "bool", {large, large})));
+  CHECK_THROWS(DecodeError, "array x is too large",
+               read_array(fake::array({"x"}, "bool", {0, large, large})));
+  CHECK_THROWS(DecodeError, "array x is too large",
+               read_array(fake::array({"x"}, "float64", {uint64_t{1} << 60})));
+  CHECK_THROWS(DecodeError, "has an axis of 18446744073709551615",
+               read_array(fake::array({"x"}, "bool", {~uint64_t{0}})));
+  CHECK_EQ(read_array(fake::array({"x"}, "bool", {0, 5})).step_arrays[0].nbytes,
+           0u);
+}
+
+TEST(malformed_fields_are_refused) {
+  CHECK_THROWS(DecodeError, "unknown dtype 'object'",
+               read_array(fake::array({"x"}, "object")));
+  CHECK_THROWS(DecodeError, "unknown dtype ''",
+               read_array(fake::bytes(1, fake::bytes(1, "x"))));
+  CHECK_THROWS(DecodeError, "empty key", read_array(fake::bytes(1, "")));
+  CHECK_THROWS(DecodeError, "a key is not UTF-8",
+               read_array(fake::array({"\xc0\x80"}, "bool")));
+  CHECK_THROWS(DecodeError, "field 5 has wire type 2, expected 0",
+               read_welcome(fake::bytes(1, fake::bytes(5, "text"))));
+  CHECK_THROWS(
+      DecodeError, "num_envs is 4294967296, too large",
+      read_welcome(fake::bytes(1, fake::number(5, uint64_t{1} << 32))));
+  CHECK_THROWS(DecodeError, "does not fit into 64 bits",
+               read_welcome(fake::bytes(
+                   1, fake::varint(8) + std::string(10, '\xff') + "\x01")));
+  CHECK_THROWS(DecodeError, "field number 0",
+               read_welcome(fake::bytes(1, std::string(2, '\0'))));
+  CHECK_THROWS(DecodeError, "wire type 3 is unknown",
+               read_welcome(fake::bytes(1, "\x63")));
+  CHECK_THROWS(DecodeError, "a field of 100 bytes has only 1 left",
+               read_welcome(fake::bytes(1, "\x22\x64x")));
+}
+
+TEST(steps_must_be_what_the_welcome_said) {
+  const auto read = [](const std::string& message, size_t num_envs) {
+    const Segments segments = segments_of(message, 5);
+    wire::Step step;
+    wire::decode_step(segments, wire::open(segments).body, step_specs(),
+                      num_envs, &step);
+  };
+  const std::string right = fake::step(0, 1, 0, 1, {0});
+  read(right, 1);
+  CHECK_THROWS(DecodeError, "24 bytes, expected 48 (2 of int64[3])",
+               read(right, 2));
+  const std::string inner = fake::parse(right).at(0).bytes;
+  CHECK_THROWS(DecodeError, "more than the expected 9 arrays",
+               read(fake::bytes(2, inner + fake::bytes(2, "")), 1));
+  std::string two = inner;
+  two[two.find(fake::bytes(2, fake::raw(true))) == std::string::npos
+          ? two.find(fake::bytes(2, fake::raw(false))) + 2
+          : two.find(fake::bytes(2, fake::raw(true))) + 2] = 2;
+  CHECK_THROWS(DecodeError, "is bool and has a byte other than 0 and 1",
+               read(fake::bytes(2, two), 1));
+}
+
+TEST(layout_nests_arrays_by_their_paths) {
+  const auto name = [](const std::string& text) {
+    wire::Key key;
+    key.name = text;
+    return key;
+  };
+  const auto index = [](uint32_t number) {
+    wire::Key key;
+    key.is_index = true;
+    key.index = number;
+    return key;
+  };
+  const auto layout = [](const std::vector<std::vector<wire::Key>>& paths) {
+    std::vector<wire::ArraySpec> specs;
+    for (const auto& path : paths) specs.emplace_back().path = path;
+    return wire::layout(specs);
+  };
+  // Sorted, whatever the order in which they were listed.
+  const auto both = layout(
+      {{name("b"), index(1)}, {name("a")}, {name("b"), index(0), name("z")}});
+  CHECK_EQ(describe(*both.structure), "{a: *, b: ({z: *}, *)}");
+  CHECK(both.arrays == (std::vector<size_t>{1, 2, 0}));
+  CHECK(layout({{}}).structure->kind == Structure::Kind::kLeaf);
+  CHECK_THROWS(DecodeError, "no arrays", layout({}));
+  CHECK_THROWS(DecodeError, "where another one does",
+               layout({{name("a")}, {name("a")}}));
+  CHECK_THROWS(DecodeError, "where another one does",
+               layout({{name("a"), name("b")}, {name("a")}}));
+  CHECK_THROWS(DecodeError, "a dict and a tuple",
+               layout({{name("a")}, {index(0)}}));
+  CHECK_THROWS(DecodeError, "no neighbour with index 1",
+               layout({{index(0)}, {index(2)}}));
+}
+
+TEST(text_from_afar_is_made_printable) {
+  CHECK_EQ(wire::printable("a\tb\n\x1b[0m \xc3\xa9 \xff", 100),
+           "a\tb\n?[0m \xc3\xa9 ?");
+  CHECK_EQ(wire::printable("\xc3\xa9\xc3\xa9", 3), "\xc3\xa9");
+  CHECK(wire::is_utf8("\xf0\x9f\xa6\x81"));
+  CHECK(!wire::is_utf8("\xed\xa0\x80"));      // A surrogate.
+  CHECK(!wire::is_utf8("\xf4\x90\x80\x80"));  // Over U+10FFFF.
+  CHECK(!wire::is_utf8("\xe0\x80\x80"));      // Longer than it needs to be.
+  CHECK(!wire::is_utf8("\xc3"));
+}
+
+TEST(random_changes_are_read_or_refused) {
+  std::minstd_rand random(5);
+  const std::vector<std::string> seeds = {
+      fake::welcome({}), fake::step(0, 1, 0, 1, {0}), fake::failure("why"),
+      fake::goodbye("so long")};
+  int refused = 0;
+  constexpr int kTries = 20000;
+  for (int i = 0; i < kTries; ++i) {
+    std::string message = seeds[random() % seeds.size()];
+    for (size_t changes = 1 + random() % 4; changes > 0; --changes) {
+      const size_t at = random() % message.size();
+      switch (random() % 4) {
+        case 0:
+          message[at] = static_cast<char>(random());
+          break;
+        case 1:
+          message[at] = '\xff';
+          break;
+        case 2:
+          message.resize(at + 1);
+          break;
+        case 3:
+          message.insert(at, message.substr(random() % message.size()));
+          break;
+      }
+    }
+    const Segments segments = segments_of(message, 1 + random() % 40);
+    try {
+      const auto [kind, body] = wire::open(segments);
+      if (kind == wire::Kind::kWelcome) {
+        const auto welcome = wire::decode_welcome(segments, body);
+        wire::layout(welcome.step_arrays);
+      } else if (kind == wire::Kind::kStep) {
+        wire::Step step;
+        wire::decode_step(segments, body, step_specs(), 1, &step);
+        std::vector<char> to(24);
+        for (size_t k = 0; k < step.arrays.size(); ++k) {
+          wire::copy(segments, step.arrays[k], to.data());
+        }
+      } else if (kind == wire::Kind::kFailure) {
+        wire::decode_failure(segments, body);
+      } else {
+        wire::decode_goodbye(segments, body);
+      }
+    } catch (const DecodeError&) {
+      ++refused;
+    }
+  }
+  CHECK(refused > kTries / 4);
+  CHECK(refused < kTries);
+}

@@ -1,0 +1,486 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Lock order: GrpcTransport::mu_ and GrpcStream::mu_ are never held together.
+// gRPC is called with either held; it does not call back.
+
+#include "transport_grpc.h"
+
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "errors.h"
+#include "interrupt.h"
+
+namespace torchbeast {
+namespace {
+
+constexpr const char* kStreamMethod = "/torchbeast.EnvServer/Stream";
+constexpr const char* kDescribeMethod = "/torchbeast.EnvServer/Describe";
+
+// A path of sockaddr_un, without its final 0.
+constexpr size_t kMaxUnixPath = 107;
+
+// A peer that is cut off is noticed after the two together. Both gRPC
+// generations need all of these: the newer looks at ping_timeout.
+constexpr int kKeepaliveTimeMs = 10000;
+constexpr int kKeepaliveTimeoutMs = 10000;
+
+// For TCP and HTTP/2 to come up. gRPC takes it from min_reconnect_backoff; its
+// back-off itself never matters here, as every attempt is a channel of its own.
+constexpr int kConnectTimeoutMs = 3000;
+
+constexpr int kMaxFrameBytes = (1 << 24) - 1;  // HTTP/2 allows no more.
+
+constexpr auto kDescribeRetry = std::chrono::milliseconds(100);
+
+std::shared_ptr<grpc::Channel> make_channel(const std::string& address) {
+  check_address(address);
+  grpc::ChannelArguments args;
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveTimeMs);
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
+  args.SetInt("grpc.http2.ping_timeout_ms", kKeepaliveTimeoutMs);
+  args.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectTimeoutMs);
+  args.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kMaxFrameBytes);
+  args.SetMaxReceiveMessageSize(static_cast<int>(kMaxMessageBytes));
+  args.SetMaxSendMessageSize(static_cast<int>(kMaxMessageBytes));
+  args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // Env servers are ours.
+  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(),
+                                   args);
+}
+
+grpc::ByteBuffer to_buffer(const std::string& message) {
+  const grpc::Slice slice(message);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+Segments to_segments(const grpc::ByteBuffer& buffer) {
+  auto slices = std::make_shared<std::vector<grpc::Slice>>();
+  buffer.Dump(slices.get());  // Only references; so does not fail.
+  Segments segments;
+  segments.parts.reserve(slices->size());
+  for (const grpc::Slice& slice : *slices) {
+    segments.parts.emplace_back(reinterpret_cast<const char*>(slice.begin()),
+                                slice.size());
+  }
+  segments.owner = std::move(slices);
+  return segments;
+}
+
+std::string code_name(grpc::StatusCode code) {
+  switch (code) {
+    case grpc::StatusCode::CANCELLED:
+      return "CANCELLED";
+    case grpc::StatusCode::UNKNOWN:
+      return "UNKNOWN";
+    case grpc::StatusCode::INVALID_ARGUMENT:
+      return "INVALID_ARGUMENT";
+    case grpc::StatusCode::DEADLINE_EXCEEDED:
+      return "DEADLINE_EXCEEDED";
+    case grpc::StatusCode::NOT_FOUND:
+      return "NOT_FOUND";
+    case grpc::StatusCode::ALREADY_EXISTS:
+      return "ALREADY_EXISTS";
+    case grpc::StatusCode::PERMISSION_DENIED:
+      return "PERMISSION_DENIED";
+    case grpc::StatusCode::UNAUTHENTICATED:
+      return "UNAUTHENTICATED";
+    case grpc::StatusCode::RESOURCE_EXHAUSTED:
+      return "RESOURCE_EXHAUSTED";
+    case grpc::StatusCode::FAILED_PRECONDITION:
+      return "FAILED_PRECONDITION";
+    case grpc::StatusCode::ABORTED:
+      return "ABORTED";
+    case grpc::StatusCode::OUT_OF_RANGE:
+      return "OUT_OF_RANGE";
+    case grpc::StatusCode::UNIMPLEMENTED:
+      return "UNIMPLEMENTED";
+    case grpc::StatusCode::INTERNAL:
+      return "INTERNAL";
+    case grpc::StatusCode::UNAVAILABLE:
+      return "UNAVAILABLE";
+    case grpc::StatusCode::DATA_LOSS:
+      return "DATA_LOSS";
+    default:
+      return "status " + std::to_string(static_cast<int>(code));
+  }
+}
+
+std::string to_text(const grpc::Status& status) {
+  if (status.ok()) return "the server ended the stream";
+  return code_name(status.error_code()) + ": " + status.error_message();
+}
+
+// Whether the server is away or busy, rather than wrong. INTERNAL is what a
+// stream gets that is reset while its server dies.
+bool is_transient(const grpc::Status& status) {
+  switch (status.error_code()) {
+    case grpc::StatusCode::OK:
+    case grpc::StatusCode::UNAVAILABLE:
+    case grpc::StatusCode::CANCELLED:
+    case grpc::StatusCode::ABORTED:
+    case grpc::StatusCode::DEADLINE_EXCEEDED:
+    case grpc::StatusCode::RESOURCE_EXHAUSTED:
+    case grpc::StatusCode::INTERNAL:
+      return true;
+    default:
+      return false;
+  }
+}
+
+class GrpcTransport;
+
+// The gRPC objects of one stream. They live until the last operation on them
+// has come back through the completion queue: `self_` sees to that.
+//
+// Operations: StartCall; then one Read at a time, and one Write at a time;
+// when all have come back and one has failed, Finish. All complete in the one
+// thread of the stream's completion queue, so events need no order of their
+// own; only what other threads touch too is guarded.
+class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
+ public:
+  GrpcStream(GrpcTransport* transport, const std::string& address,
+             StreamEvents* events, grpc::CompletionQueue* queue)
+      : transport_(transport),
+        events_(events),
+        queue_(queue),
+        channel_(make_channel(address)) {}
+
+  void start(std::string first_message);
+  void send(std::string message);
+  void cancel() { context_.TryCancel(); }
+
+  // An operation that is under way; the completion queue returns its address.
+  struct Operation {
+    GrpcStream* stream;
+    void (GrpcStream::*complete)(bool ok);
+  };
+
+ private:
+  void on_started(bool ok);
+  void on_read(bool ok);
+  void on_written(bool ok);
+  void on_finished(bool ok);
+  void read();
+  void write_locked();
+  void finish_if_idle();
+
+  GrpcTransport* const transport_;
+  StreamEvents* const events_;
+  grpc::CompletionQueue* const queue_;
+  const std::shared_ptr<grpc::Channel> channel_;
+  grpc::ClientContext context_;  // Outlives the call.
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+
+  // Of the completion queue's thread.
+  std::shared_ptr<GrpcStream> self_;  // From start() to on_finished().
+  grpc::ByteBuffer received_;
+  grpc::Status status_;
+  bool reading_ = false;
+
+  std::mutex mu_;
+  std::deque<std::string> to_send_;  // Guarded by mu_.
+  bool connected_ = false;           // Guarded by mu_.
+  bool writing_ = false;             // Guarded by mu_.
+  bool ended_ = false;               // Guarded by mu_. No more operations.
+
+  Operation start_op_{this, &GrpcStream::on_started};
+  Operation read_op_{this, &GrpcStream::on_read};
+  Operation write_op_{this, &GrpcStream::on_written};
+  Operation finish_op_{this, &GrpcStream::on_finished};
+};
+
+class GrpcTransport final : public Transport {
+ public:
+  explicit GrpcTransport(int num_threads) {
+    if (num_threads < 1) {
+      throw std::invalid_argument("num_threads is " +
+                                  std::to_string(num_threads) +
+                                  ", expected at least 1");
+    }
+    for (int i = 0; i < num_threads; ++i) {
+      queues_.push_back(std::make_unique<grpc::CompletionQueue>());
+    }
+    for (const auto& queue : queues_) {
+      threads_.emplace_back([queue = queue.get()] { serve(*queue); });
+    }
+  }
+
+  ~GrpcTransport() override { shutdown(); }
+
+  std::shared_ptr<Stream> connect(const std::string& address,
+                                  StreamEvents* events) override;
+  void shutdown() override;
+
+  // A stream under way must be known here, to be cancelled and waited for.
+  void add(const std::shared_ptr<GrpcStream>& stream);
+  void remove(GrpcStream* stream);
+
+ private:
+  static void serve(grpc::CompletionQueue& queue) {
+    void* tag = nullptr;
+    bool ok = false;
+    while (queue.Next(&tag, &ok)) {
+      const auto* operation = static_cast<GrpcStream::Operation*>(tag);
+      (operation->stream->*operation->complete)(ok);
+    }
+  }
+
+  std::vector<std::unique_ptr<grpc::CompletionQueue>> queues_;
+  std::vector<std::thread> threads_;
+
+  std::mutex mu_;
+  std::condition_variable all_removed_;
+  std::vector<GrpcStream*> streams_;  // Guarded by mu_. They keep themselves.
+  size_t next_queue_ = 0;             // Guarded by mu_.
+  bool stopping_ = false;             // Guarded by mu_.
+};
+
+void GrpcStream::start(std::string first_message) {
+  self_ = shared_from_this();
+  transport_->add(self_);
+  to_send_.push_back(std::move(first_message));
+  grpc::GenericStub stub(channel_);
+  call_ = stub.PrepareCall(&context_, kStreamMethod, queue_);
+  call_->StartCall(&start_op_);
+}
+
+void GrpcStream::send(std::string message) {
+  std::lock_guard lock(mu_);
+  if (ended_) return;
+  to_send_.push_back(std::move(message));
+  if (connected_ && !writing_) write_locked();
+}
+
+void GrpcStream::write_locked() {
+  writing_ = true;
+  call_->Write(to_buffer(to_send_.front()), &write_op_);
+  to_send_.pop_front();
+}
+
+void GrpcStream::read() {
+  reading_ = true;
+  call_->Read(&received_, &read_op_);
+}
+
+void GrpcStream::on_started(bool ok) {
+  if (ok) {
+    events_->on_connected();
+    read();
+  }
+  {
+    std::lock_guard lock(mu_);
+    connected_ = ok;
+    ended_ = !ok;
+    if (ok) write_locked();
+  }
+  finish_if_idle();
+}
+
+void GrpcStream::on_read(bool ok) {
+  reading_ = false;
+  if (ok) {
+    Segments message = to_segments(received_);
+    received_.Clear();
+    events_->on_message(std::move(message));
+    read();
+    return;
+  }
+  {
+    std::lock_guard lock(mu_);
+    ended_ = true;
+    if (writing_) cancel();  // The server may never read it.
+  }
+  finish_if_idle();
+}
+
+void GrpcStream::on_written(bool ok) {
+  {
+    std::lock_guard lock(mu_);
+    writing_ = false;
+    // If this one failed, so will the Read: it knows the end.
+    if (ok && !ended_ && !to_send_.empty()) write_locked();
+  }
+  finish_if_idle();
+}
+
+void GrpcStream::finish_if_idle() {
+  {
+    std::lock_guard lock(mu_);
+    if (!ended_ || writing_ || reading_) return;
+  }
+  call_->Finish(&status_, &finish_op_);
+}
+
+void GrpcStream::on_finished(bool) {
+  events_->on_closed(to_text(status_), is_transient(status_));
+  const std::shared_ptr<GrpcStream> self = std::move(self_);
+  transport_->remove(this);
+}
+
+// What the pool holds. Dropping it ends the stream.
+class Handle final : public Stream {
+ public:
+  explicit Handle(std::shared_ptr<GrpcStream> stream)
+      : stream_(std::move(stream)) {}
+  ~Handle() override { stream_->cancel(); }
+  void start(std::string first_message) override {
+    stream_->start(std::move(first_message));
+  }
+  void send(std::string message) override { stream_->send(std::move(message)); }
+  void cancel() override { stream_->cancel(); }
+
+ private:
+  const std::shared_ptr<GrpcStream> stream_;
+};
+
+std::shared_ptr<Stream> GrpcTransport::connect(const std::string& address,
+                                               StreamEvents* events) {
+  grpc::CompletionQueue* queue;
+  {
+    std::lock_guard lock(mu_);
+    if (stopping_) throw std::runtime_error("The transport was shut down");
+    queue = queues_[next_queue_++ % queues_.size()].get();
+  }
+  return std::make_shared<Handle>(
+      std::make_shared<GrpcStream>(this, address, events, queue));
+}
+
+void GrpcTransport::add(const std::shared_ptr<GrpcStream>& stream) {
+  std::lock_guard lock(mu_);
+  streams_.push_back(stream.get());
+  if (stopping_) stream->cancel();
+}
+
+void GrpcTransport::remove(GrpcStream* stream) {
+  std::lock_guard lock(mu_);
+  std::erase(streams_, stream);
+  if (streams_.empty()) all_removed_.notify_all();
+}
+
+void GrpcTransport::shutdown() {
+  {
+    std::unique_lock lock(mu_);
+    if (std::exchange(stopping_, true)) return;
+    for (GrpcStream* stream : streams_) stream->cancel();
+    all_removed_.wait(lock, [&] { return streams_.empty(); });
+  }
+  for (const auto& queue : queues_) queue->Shutdown();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+}  // namespace
+
+void check_address(const std::string& address) {
+  if (address.starts_with("unix:")) {
+    const size_t length = address.size() - std::string("unix:").size();
+    if (length == 0 || length > kMaxUnixPath) {
+      throw std::invalid_argument(
+          "The address " + address + " has a path of " +
+          std::to_string(length) + " bytes; a unix socket's has 1 to " +
+          std::to_string(kMaxUnixPath) +
+          ". Choose a shorter directory, such as one in /tmp");
+    }
+    return;
+  }
+  const size_t colon = address.rfind(':');
+  const std::string port =
+      colon == std::string::npos ? "" : address.substr(colon + 1);
+  const bool digits = !port.empty() && port.size() <= 5 &&
+                      port.find_first_not_of("0123456789") == std::string::npos;
+  if (colon == 0 || !digits || std::stoi(port) < 1 || std::stoi(port) > 65535) {
+    throw std::invalid_argument("The address " + address +
+                                " is neither unix:PATH nor HOST:PORT");
+  }
+}
+
+std::unique_ptr<Transport> make_grpc_transport(int num_threads) {
+  return std::make_unique<GrpcTransport>(num_threads);
+}
+
+namespace {
+
+// What a single call needs. The queue sees one event, the end of the call.
+struct OneCall {
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+
+  void wait() {
+    void* tag = nullptr;
+    bool ok = false;
+    while (
+        queue.AsyncNext(
+            &tag, &ok, std::chrono::system_clock::now() + kInterruptInterval) ==
+        grpc::CompletionQueue::TIMEOUT) {
+      if (interrupt_check) interrupt_check();
+    }
+  }
+
+  ~OneCall() {
+    context.TryCancel();  // In case the wait was interrupted.
+    queue.Shutdown();
+    void* tag = nullptr;
+    bool ok = false;
+    while (queue.Next(&tag, &ok)) {
+    }
+  }
+};
+
+}  // namespace
+
+std::string describe(const std::string& address, const std::string& hello,
+                     double timeout_s) {
+  const auto deadline =
+      std::chrono::system_clock::now() +
+      std::chrono::duration_cast<std::chrono::system_clock::duration>(
+          std::chrono::duration<double>(timeout_s));
+  grpc::ByteBuffer welcome;
+  grpc::Status status;
+  while (true) {
+    {
+      OneCall one_call;
+      one_call.context.set_deadline(deadline);
+      grpc::GenericStub stub(make_channel(address));
+      const auto call =
+          stub.PrepareUnaryCall(&one_call.context, kDescribeMethod,
+                                to_buffer(hello), &one_call.queue);
+      call->StartCall();
+      call->Finish(&welcome, &status, &one_call.queue);
+      one_call.wait();
+    }
+    const bool is_away = status.error_code() == grpc::StatusCode::UNAVAILABLE;
+    if (!is_away ||
+        std::chrono::system_clock::now() + kDescribeRetry > deadline) {
+      break;
+    }
+    std::this_thread::sleep_for(kDescribeRetry);
+    if (interrupt_check) interrupt_check();
+  }
+  if (!status.ok()) {
+    const std::string text = "The environment server " + address +
+                             " does not say what it serves: " + to_text(status);
+    if (is_transient(status)) throw ServerUnavailable(text);
+    throw ServerMismatch(text);
+  }
+  std::vector<grpc::Slice> slices;
+  welcome.Dump(&slices);
+  std::string bytes;
+  for (const grpc::Slice& slice : slices) {
+    bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  }
+  return bytes;
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The protocol of proto/torchbeast.proto over gRPC. Messages stay bytes here:
+// wire.h knows what is in them.
+
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "transport.h"
+
+namespace torchbeast {
+
+// Throws std::invalid_argument, saying what is wrong, unless `address` is
+// "unix:PATH", with a path that a socket can have, or "HOST:PORT".
+void check_address(const std::string& address);
+
+// Streams of /torchbeast.EnvServer/Stream. `num_threads` threads, each with a
+// completion queue of its own, receive for all streams; a stream stays with one
+// of them. Every stream has a connection of its own, so that none waits for
+// another's bytes and none inherits another's back-off.
+std::unique_ptr<Transport> make_grpc_transport(int num_threads = 1);
+
+// Asks the server at `address` what its streams are like: sends the bytes of a
+// Hello to /torchbeast.EnvServer/Describe and returns the bytes of the Welcome.
+// A server that is not there yet is tried again for `timeout_s`. Throws
+// ServerUnavailable or ServerMismatch with the address and the reason. Blocks.
+std::string describe(const std::string& address, const std::string& hello,
+                     double timeout_s);
+
+}  // namespace torchbeast

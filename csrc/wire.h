@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The messages of proto/torchbeast.proto, read and written by hand: arrays are
+// found in a received message without copying it, and nothing in here trusts
+// the other side. The functions are pure and thread-safe.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "array.h"
+#include "nest.h"
+#include "transport.h"
+
+namespace torchbeast::wire {
+
+inline constexpr uint32_t kProtocol = 1;
+
+// Of a Welcome. More is malformed.
+inline constexpr size_t kMaxArrays = 4096;
+inline constexpr size_t kMaxDepth = 16;  // Keys of a path.
+inline constexpr size_t kMaxRank = 16;
+
+// The message is malformed; what() says how.
+struct DecodeError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Hello {
+  uint32_t protocol = kProtocol;
+  std::string version;
+  std::string run_id;
+  std::vector<std::string> info_keys;
+  uint64_t seed = 0;
+  uint64_t first_env_id = 0;
+  uint64_t incarnation = 0;
+};
+
+struct Key {
+  bool is_index = false;
+  std::string name;
+  uint32_t index = 0;
+
+  bool operator==(const Key&) const = default;
+};
+
+// One array of a Step or an Action. For all environments: [K, *shape].
+struct ArraySpec {
+  std::vector<Key> path;
+  DType dtype = DType::kUInt8;
+  Shape shape;
+  size_t nbytes = 0;  // Of one environment.
+
+  bool operator==(const ArraySpec&) const = default;
+};
+std::string path_name(const ArraySpec& spec);  // "observation.frame", "action"
+std::string describe(const ArraySpec& spec);   // "reward float32[]"
+
+struct Welcome {
+  uint32_t protocol = 0;
+  std::string version;
+  std::string incarnation_id;
+  std::string env;
+  uint32_t num_envs = 0;
+  uint32_t num_streams = 0;
+  uint32_t frames_per_step = 0;
+  std::vector<ArraySpec> step_arrays;
+  std::vector<ArraySpec> action_arrays;
+};
+
+struct Failure {
+  std::string text;
+  bool permanent = false;
+};
+
+struct Goodbye {
+  std::string reason;
+};
+
+// A place in a received message.
+struct Piece {
+  size_t part = 0;    // Where it begins.
+  size_t offset = 0;  // In this part.
+  size_t size = 0;    // May reach into the next parts.
+};
+
+struct Step {
+  uint64_t seq = 0;
+  std::vector<Piece> arrays;
+};
+
+// The parts of a ToLearner.
+enum class Kind : uint8_t { kWelcome, kStep, kFailure, kGoodbye };
+struct ToLearner {
+  Kind kind = Kind::kStep;
+  Piece body;
+};
+
+// All of these throw DecodeError.
+ToLearner open(const Segments& message);
+Welcome decode_welcome(const Segments& message, Piece body);
+Failure decode_failure(const Segments& message, Piece body);
+Goodbye decode_goodbye(const Segments& message, Piece body);
+// Also checks that the arrays are those of `specs`, for `num_envs`
+// environments. `step` is reused, to save its memory.
+void decode_step(const Segments& message, Piece body,
+                 const std::vector<ArraySpec>& specs, size_t num_envs,
+                 Step* step);
+
+void copy(const Segments& message, Piece piece, char* to);
+
+std::string encode(const Hello& hello);
+std::string hello_to_server(const Hello& hello);  // A ToServer.
+std::string action_to_server(uint64_t seq,
+                             const std::vector<std::string_view>& arrays);
+
+// How arrays with these paths nest. Throws DecodeError if they cannot.
+struct Layout {
+  Structure::Ptr structure;
+  std::vector<size_t> arrays;  // By leaf of the structure: which array it is.
+};
+Layout layout(const std::vector<ArraySpec>& specs);
+
+bool is_utf8(std::string_view text);
+// At most `limit` bytes of `text`, as UTF-8 without control characters other
+// than line ends and tabs; what is not becomes '?'.
+std::string printable(std::string_view text, size_t limit);
+
+}  // namespace torchbeast::wire

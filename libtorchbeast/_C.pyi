@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled part of libtorchbeast. csrc/module.cc binds it.
+
+Sizes count rows: entries along axis `batch_dim`. An array put in has at least one, and
+often more; the rows that are put in together stay together.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+class ClosedBatchingQueue(RuntimeError):
+    """The queue or batcher is closed, or was closed while the call waited."""
+
+class AsyncError(RuntimeError):
+    """A batch was dropped without outputs, so its callers get no answer."""
+
+class ActorError(ConnectionError):
+    """A server failed. Has its address, and its own words or traceback."""
+
+class ServerMismatch(ActorError):
+    """A server and this learner do not fit, so trying again will not help."""
+
+class ServerUnavailable(ActorError):
+    """A server is not there, or busy; it may be back soon."""
+
+@final
+class BatchingQueue:
+    """FIFO of nests of arrays, which leave it joined into batches. Thread-safe.
+
+    Args:
+      batch_dim: axis along which rows are counted and joined.
+      minimum_batch_size: rows that a batch waits for.
+      maximum_batch_size: rows that a batch never exceeds.
+      timeout_ms: once the oldest nest has been queued for so long, a batch does not
+        wait for minimum_batch_size. None: it always waits.
+      check_inputs: compare structure, dtypes and the other axes with what is queued.
+        Otherwise a batch that does not fit together raises where it comes out.
+      maximum_queue_size: `enqueue` waits while so many rows are queued. None: never.
+      allocate: returns memory of this many bytes, as a uint8 tensor on the CPU or an
+        object with a writable buffer, aligned to 16 bytes; batches are made in it,
+        again and again. For page-locked memory, for instance:
+        `lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)`.
+        May be called in any thread. None: ordinary memory.
+
+    Raises:
+      ValueError: the sizes make no sense together.
+    """
+
+    def __init__(
+        self,
+        batch_dim: int = 1,
+        minimum_batch_size: int = 1,
+        maximum_batch_size: int = 1024,
+        timeout_ms: int | None = None,
+        check_inputs: bool = True,
+        maximum_queue_size: int | None = None,
+        allocate: Callable[[int], Any] | None = None,
+    ) -> None: ...
+    def enqueue(self, nest: Any) -> None:
+        """Add a nest of arrays `[.., rows, ..]`. Blocks while the queue is full.
+
+        Raises:
+          ClosedBatchingQueue: it is closed, or was closed meanwhile.
+          TypeError: a leaf is no array, or its dtype is not among those named in
+            `libtorchbeast`.
+          ValueError: a leaf has too few dimensions or too many rows, or does not fit
+            the others (check_inputs); it is named.
+        """
+    def __iter__(self) -> BatchingQueue: ...
+    def __next__(self) -> Any:
+        """Return a batch: a nest like its first, `[.., rows, ..]`. Blocks.
+
+        A batch of a single nest is not copied.
+
+        Raises:
+          StopIteration: the queue is closed.
+          ValueError: the nests do not fit together (without check_inputs).
+        """
+    def close(self) -> None:
+        """Drop what is queued and wake every waiter. Does not block.
+
+        Raises:
+          RuntimeError: it is closed already.
+        """
+    def is_closed(self) -> bool: ...
+    def size(self) -> int:
+        """Return the rows queued."""
+    def dropped(self) -> int:
+        """Return the rows that were put in and that nobody will see."""
+    def dequeued(self) -> int:
+        """Return the rows handed out so far."""
+    def num_waiting(self) -> int:
+        """Return the threads that wait in `enqueue` or for a batch."""
+
+@final
+class DynamicBatcher:
+    """Joins the inputs of many callers into batches for few model threads. Thread-safe.
+
+    Args:
+      batch_dim, minimum_batch_size, maximum_batch_size, timeout_ms, allocate: as for
+        BatchingQueue.
+      check_outputs: outputs must have exactly the rows of their batch. Otherwise they
+        may have more, which are ignored.
+
+    Raises:
+      ValueError: the sizes make no sense together.
+    """
+
+    def __init__(
+        self,
+        batch_dim: int = 1,
+        minimum_batch_size: int = 1,
+        maximum_batch_size: int = 1024,
+        timeout_ms: int | None = 100,
+        check_outputs: bool = True,
+        allocate: Callable[[int], Any] | None = None,
+    ) -> None: ...
+    def compute(self, nest: Any) -> Any:
+        """Return the outputs for inputs `[.., rows, ..]`. Blocks until there are some.
+
+        Raises:
+          ClosedBatchingQueue: it is closed, or was closed meanwhile.
+          AsyncError: the batch was dropped without outputs.
+          TypeError, ValueError: as for BatchingQueue.enqueue.
+        """
+    def __iter__(self) -> DynamicBatcher: ...
+    def __next__(self) -> Batch:
+        """Return a batch of inputs. Blocks until there is one.
+
+        Raises:
+          StopIteration: the batcher is closed.
+        """
+    def close(self) -> None:
+        """Wake every waiter, without an answer. Does not block.
+
+        Raises:
+          RuntimeError: it is closed already.
+        """
+    def is_closed(self) -> bool: ...
+    def size(self) -> int:
+        """Return the rows queued."""
+    def num_batches(self) -> int:
+        """Return the batches handed out so far."""
+    def num_rows(self) -> int:
+        """Return the rows handed out so far."""
+    def num_waiting(self) -> int:
+        """Return the threads that wait in `compute` or for a batch."""
+
+@final
+class Batch:
+    """The joined inputs of several `compute`. Dropped: AsyncError in all of them."""
+
+    def get_inputs(self) -> Any:
+        """Return the inputs `[.., rows, ..]`. Does not block."""
+    def set_outputs(self, nest: Any) -> None:
+        """Hand each caller its rows of a nest of arrays `[.., rows, ..]`.
+
+        The nest may be another one than that of the inputs. Does not block. After the
+        batcher was closed this does nothing.
+
+        Raises:
+          RuntimeError: there are outputs already.
+          TypeError: a leaf is no array.
+          ValueError: a leaf has another number of rows, or too few dimensions; it is
+            named. Outputs may then be set again.
+        """
+
+@final
+class ActorPool:
+    """Plays on environment servers: one stream per address, without any Python.
+
+    Each stream carries the K environments of its server. Inference goes through
+    `inference_batcher`, which must answer `(agent_outputs, agent_state)` to
+    `(env_rows, agent_state)`, arrays `[1, K, ...]`. Rollouts go to `learner_queue`, a
+    whole learner batch at a time: `((env_rows, agent_outputs), agent_state)`, arrays
+    `[unroll_length + 1, B, ...]`. core/rollouts.py says what the rows mean.
+
+    Args:
+      unroll_length: steps of a rollout, T.
+      env_server_addresses: "unix:/path" or "host:port" of each stream; an address may
+        come several times.
+      initial_agent_state: nest of arrays `[.., 1, ...]` of one environment; () for a
+        model without memory.
+      named_rows: env_rows is a dict of all that the server sends. Otherwise it is the
+        tuple (observation, reward, done, episode_step, episode_return).
+      inference_keys: with named_rows, the keys that inference needs and gets; (): all
+        of them.
+      info_keys: scalars of the environments' info to send as well.
+      seed, run_id, first_incarnation: told to the servers.
+      max_failures: failures in a row, on one stream without a finished rollout, that
+        end the run.
+      num_threads: threads that receive.
+
+    Raises:
+      TypeError, ValueError: an argument does not make sense.
+    """
+
+    def __init__(
+        self,
+        unroll_length: int,
+        learner_queue: BatchingQueue,
+        inference_batcher: DynamicBatcher,
+        env_server_addresses: Sequence[str],
+        initial_agent_state: Any,
+        *,
+        named_rows: bool = False,
+        inference_keys: Sequence[str] = (),
+        info_keys: Sequence[str] = (),
+        seed: int = 0,
+        run_id: str = "",
+        first_incarnation: int = 0,
+        max_failures: int = 5,
+        num_threads: int = 1,
+    ) -> None: ...
+    def run(self) -> None:
+        """Play until `stop()`, or until a queue is closed. Blocks. Once only.
+
+        A server that goes away costs its rollouts under way, and is returned to.
+
+        Raises:
+          ServerMismatch: a server's protocol or environment is not what it must be.
+          ActorError: a server failed max_failures times in a row.
+          AsyncError: an inference batch was dropped.
+          ValueError: a server's environments do not fit learner_queue.
+        """
+    def stop(self) -> None:
+        """End `run()`. Blocks until it has ended. May be called again."""
+    def count(self) -> int:
+        """Return the agent steps received so far."""
+    def stats(self) -> dict[str, Any]:
+        """Return what happened so far; all but the states and times are counts.
+
+        Steps are agent steps, and received == learned + discarded + in_flight.
+
+          connected, connects, reconnects: streams now, ever, ever again.
+          failures: those that count towards max_failures, ever.
+          received, learned, discarded, in_flight: steps.
+          waiting_for_room: streams that wait for the learner.
+          slabs_open: learner batches being filled.
+          batch_fill: mean number of environments in an inference batch so far.
+          states: what each stream is doing.
+          addresses: by address: streams, connected, steps, and p50_ms and p99_ms of
+            the time from an action sent to its step received.
+        """
+    def take_events(self) -> list[str]:
+        """Return a line for each failure or reconnection since the last call."""
+
+def describe(
+    address: str,
+    *,
+    info_keys: Sequence[str] = (),
+    run_id: str = "",
+    timeout_s: float = 10.0,
+) -> bytes:
+    """Return the Welcome of the server at `address`; `core.wire` decodes it. Blocks.
+
+    A server that is not there yet is tried again until the time is up.
+
+    Raises:
+      ServerUnavailable: it did not answer; with the address and the reason.
+      ServerMismatch: it refuses this learner.
+      ValueError: the address is neither "unix:/path" nor "host:port".
+    """
