@@ -11,6 +11,8 @@ and `--check` take
     gym:ID                    an id of classic gym: `pip install -e .[classic]`
     Catch, Memory             the toys in core/toys.py
 
+Environment servers also take the names of `core.vector_env`.
+
 The environment may follow the Gymnasium API or that of classic gym, with any nest of
 Box, Discrete, MultiDiscrete and MultiBinary observations and actions. Needs numpy and
 gymnasium, never torch: the environment servers import it.

@@ -24,8 +24,6 @@ from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 log = logging.getLogger(__name__)
 
 CGROUP = Path("/sys/fs/cgroup")  # In a container with cgroup v2: the container's own.
@@ -222,6 +220,8 @@ def describe_exit(exitcode: int | None) -> str:
 
 def available_memory() -> int:
     """Return the bytes of memory still to be had here, container limits heeded."""
+    import psutil  # Here, because environment servers do without it.
+
     available = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError, KeyError):  # No cgroup v2, or limit.
         limit = int((CGROUP / "memory.max").read_text())

@@ -437,7 +437,7 @@ def test_num_cores_heeds_the_affinity():
 def container(monkeypatch, tmp_path):
     """A container on a machine of 1,009 MiB and 64 cores: a folder for its limits."""
     memory = types.SimpleNamespace(available=1009 * MIB)
-    monkeypatch.setattr(supervise.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
     monkeypatch.setattr(supervise, "CGROUP", tmp_path)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that fail: `--env tests.fault_env:make_crashing` and so on."""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+
+import gymnasium as gym
+import numpy as np
+
+
+class FaultEnv(gym.Env):
+    """Observes the number of steps taken; calls `fault` in a given one of them.
+
+    What `fault` returns takes the place of the observation.
+    """
+
+    def __init__(self, fault: Callable[[], object], at_step: int = 7) -> None:
+        self.observation_space = gym.spaces.Box(-1, 10**6, (2,), np.float32)
+        self.action_space = gym.spaces.Discrete(3)
+        self._fault, self._at_step = fault, at_step
+        self._steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self._steps += 1
+        observation = np.full(2, self._steps, np.float32)
+        if self._steps == self._at_step:
+            observation = self._fault()
+        return observation, 1.0, False, False, {}
+
+
+def fail() -> None:
+    raise KeyError("the simulator is out of fuel")
+
+
+def make_failing() -> FaultEnv:
+    return FaultEnv(fail)
+
+
+def make_exiting() -> FaultEnv:
+    return FaultEnv(lambda: os._exit(3))
+
+
+def make_crashing() -> FaultEnv:
+    return FaultEnv(lambda: ctypes.string_at(0))
+
+
+def make_crashing_late() -> FaultEnv:
+    return FaultEnv(lambda: ctypes.string_at(0), at_step=25)
+
+
+def make_hanging() -> FaultEnv:
+    return FaultEnv(lambda: time.sleep(1e6), at_step=25)
+
+
+def make_hanging_in_c() -> FaultEnv:
+    """Hangs with the GIL held, as C code may."""
+    return FaultEnv(lambda: ctypes.PyDLL(None).sleep(10**6), at_step=25)
+
+
+def make_broken() -> FaultEnv:
+    raise RuntimeError("no licence for this simulator")

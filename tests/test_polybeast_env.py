@@ -1,0 +1,1289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment servers: the protocol, what they survive, and the program around them."""
+
+import contextlib
+import itertools
+import os
+import random
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+
+import polybeast_env
+from core import env_server, spaces, supervise, wire
+from core.environment import Environments
+from core.supervise import ConfigError, Exit, start_thread
+from core.wire import Action, Hello, ToServer
+from tests import counting_env, fault_env
+from tests.conftest import DEADLINE_S, wait_until
+
+grpc = pytest.importorskip("grpc", reason="pip install grpcio")
+from tests.env_client import (  # noqa: E402
+    EnvClient,
+    Goodbye,
+    RawStream,
+    ServerFailure,
+    describe,
+    play,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+K = 3
+
+
+@pytest.fixture
+def folder():
+    """A folder with a short name: the path of a unix socket holds about 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tb") as folder:
+        yield folder
+
+
+@pytest.fixture
+def serve(folder):
+    """Start servers in this process; return each one's address."""
+    servers = []
+
+    def start(env_init, **options) -> env_server.Server:
+        server = env_server.Server(
+            env_init, options.pop("address", f"unix:{folder}/{len(servers)}"), **options
+        )
+        server.start()
+        servers.append((server, start_thread("server", server.run)))
+        return server
+
+    yield start
+    for server, thread in servers:
+        server.stop()
+        thread.result(DEADLINE_S)
+
+
+def actions(seed=0, num_actions=counting_env.NUM_ACTIONS, num_envs=K):
+    rng = np.random.default_rng(seed)
+    while True:
+        yield rng.integers(num_actions, size=num_envs)
+
+
+def direct_rows(make_env, num_steps, actions, num_envs=K, **options):
+    """Return rows [T + 1, K, ...] of environments stepped without any server."""
+    envs = Environments(make_env, num_envs, **options)
+    rows = [_empty(envs.row_spec, num_envs)]
+    envs.reset(rows[0])
+    for _ in range(num_steps):
+        rows.append(_empty(envs.row_spec, num_envs))
+        envs.step(next(actions), rows[-1])
+    envs.close()
+    return spaces.map_nest(lambda *leaves: np.stack(leaves), *rows)
+
+
+def _empty(spec, num_envs):
+    return spaces.map_nest(lambda s: np.zeros((num_envs, *s.shape), s.dtype), spec)
+
+
+def assert_equal(a, b):
+    spaces.map_nest(np.testing.assert_array_equal, a, b)
+
+
+# ------------------------------------------------------------------------------- rows
+
+HELLO = dict(seed=2**63, first_env_id=11, incarnation=2, info_keys=("half",))
+MAKERS = ["make", "make_truncating", "make_lives", "make_nested"]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_rows_over_the_wire_are_those_of_the_environments(serve, name):
+    make_env = getattr(counting_env, name)
+    server = serve(make_env, num_envs=K)
+    with EnvClient(server.address, **HELLO) as client:
+        over_the_wire = play(client, 60, actions())
+    assert_equal(over_the_wire, direct_rows(make_env, 60, actions(), **HELLO))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_row_follows_from_the_one_before(serve, name):
+    server = serve(getattr(counting_env, name), num_envs=K)
+    with EnvClient(server.address, info_keys=("half",)) as client:
+        counting_env.check_rollout(play(client, 97, actions()))
+
+
+def test_streams_alternate_and_do_not_mix(serve):
+    server = serve(counting_env.make_truncating, num_envs=K, num_streams=2)
+    hellos = [dict(seed=5, first_env_id=i, run_id=f"{i}") for i in (0, K)]
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(EnvClient(server.address, **h)) for h in hellos]
+        sources = [actions(seed) for seed in (1, 2)]
+        rows = [[spaces.map_nest(np.copy, c.rows)] for c in clients]
+        for _ in range(50):
+            for client, source in zip(clients, sources):
+                client.send_actions(next(source))  # Both are under way at once.
+            for client, seen in zip(clients, rows):
+                client.receive_step()
+                seen.append(spaces.map_nest(np.copy, client.rows))
+    for i in (0, 1):
+        got = spaces.map_nest(lambda *leaves: np.stack(leaves), *rows[i])
+        expected = direct_rows(
+            counting_env.make_truncating, 50, actions(i + 1), seed=5, first_env_id=i * K
+        )
+        assert_equal(got, expected)
+
+
+class Echo(gym.Env):
+    """Shows its last action, which may be any nest."""
+
+    def __init__(self, action_space):
+        self.action_space = self.observation_space = action_space
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.action_space.seed(0)
+        return self.action_space.sample(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return action, 0.0, False, False, {}
+
+
+NESTED = gym.spaces.Dict(
+    force=gym.spaces.Box(-1, 1, (2,), np.float32),
+    keys=gym.spaces.MultiBinary(7),
+    move=gym.spaces.Tuple([gym.spaces.Discrete(5, start=-2), gym.spaces.Discrete(2)]),
+    wheel=gym.spaces.MultiDiscrete([3, 5]),
+)
+
+
+def nested_actions():
+    """Valid ones, in the order of the space's leaves."""
+    rng = np.random.default_rng(0)
+    return {
+        "force": rng.uniform(-1, 1, (K, 2)).astype(np.float32),
+        "keys": rng.integers(0, 2, (K, 7)),
+        "move/0": rng.integers(-2, 3, K),
+        "move/1": rng.integers(0, 2, K),
+        "wheel": rng.integers(0, 3, (K, 2)),
+    }
+
+
+def test_nested_actions_arrive(serve):
+    server = serve(lambda: Echo(NESTED), num_envs=K)
+    with EnvClient(server.address) as client:
+        paths = ["/".join(map(str, a.path)) for a in client.welcome.action_arrays]
+        assert paths == list(nested_actions())
+        rows = client.step(*nested_actions().values())
+        for name, leaf in spaces.leaves(rows["observation"]):
+            np.testing.assert_array_equal(leaf, nested_actions()[name])
+        assert_equal(rows["last_action"], rows["observation"])
+
+
+def test_welcome_says_what_is_served(serve):
+    server = serve(
+        counting_env.make_nested,
+        num_envs=K,
+        num_streams=5,
+        name="Counting",
+        frames_per_step=4,
+    )
+    with EnvClient(server.address, info_keys=("half",)) as client:
+        welcome = client.welcome
+    env = counting_env.make_nested()
+    assert welcome.protocol == wire.PROTOCOL
+    assert (welcome.env, welcome.num_envs, welcome.num_streams) == ("Counting", K, 5)
+    assert welcome.frames_per_step == 4
+    assert welcome.observation == env.observation_space
+    assert welcome.action == env.action_space
+    spec = spaces.row_spec(env.observation_space, env.action_space, ("half",))
+    assert welcome.step_arrays == wire.arrays_of(spec)
+    assert len(welcome.incarnation_id) == 16
+    described = describe(server.address, info_keys=("half",))
+    assert described.step_arrays == welcome.step_arrays
+    assert described.incarnation_id != welcome.incarnation_id
+
+
+def test_the_name_is_the_environments_own_by_default(serve):
+    server = serve(lambda: gym.make("CartPole-v1"))
+    assert describe(server.address).env == "CartPole-v1"
+
+
+class Counted(counting_env.CountingEnv):
+    """Counts itself in `alive`."""
+
+    alive: list = []
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.alive.append(self)
+        Counted.made += 1
+
+    def close(self):
+        self.alive.remove(self)
+
+
+def test_environments_live_as_long_as_their_stream(serve):
+    server = serve(Counted, num_envs=K)
+    assert not Counted.alive  # The one that was asked for its spaces is closed.
+    made = Counted.made
+    describe(server.address)
+    assert Counted.made == made
+    for _ in range(2):
+        with EnvClient(server.address) as client:
+            client.step(0)
+            assert len(Counted.alive) == K
+        wait_until(lambda: not Counted.alive)
+
+
+def test_global_generators_are_seeded_for_each_stream(serve):
+    class Lottery(counting_env.CountingEnv):
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return observation, random.random() + np.random.random(), *rest
+
+    server = serve(Lottery)
+
+    def reward(**hello):
+        with EnvClient(server.address, **hello) as client:
+            return float(client.step(0)["reward"][0])
+
+    first = reward(seed=1, first_env_id=0)
+    assert reward(seed=1, first_env_id=0) == first
+    others = [reward(seed=1, first_env_id=3), reward(seed=1, incarnation=1)]
+    assert len({first, *others}) == 3
+
+
+# --------------------------------------------------------------------------- failures
+
+
+def test_an_environments_exception_reaches_the_learner(serve, caplog):
+    progress = np.zeros((1, 2))
+    server = serve(fault_env.make_failing, num_envs=K, progress=progress)
+    for _ in range(2):  # It is made anew for each stream.
+        with EnvClient(server.address, first_env_id=40) as client:
+            for _ in range(6):
+                client.step(0)
+            with pytest.raises(ServerFailure) as failure:
+                client.step(0)
+            assert not failure.value.permanent
+            text = str(failure.value)
+            assert text.startswith("env 40 (FaultEnv) step 7 after reset(seed=")
+            assert "KeyError: 'the simulator is out of fuel'" in text
+            assert "in fail\n" in text  # The traceback.
+            with pytest.raises(grpc.RpcError) as status:
+                client.receive()
+            assert status.value.code() == grpc.StatusCode.INTERNAL
+            assert "env 40" in status.value.details()
+        assert progress[0, 1] == 0  # It is not in a step any more.
+    assert caplog.text.count("out of fuel'\n\nTraceback") == 2
+
+
+def test_a_broken_spec_is_permanent(serve):
+    server = serve(lambda: fault_env.FaultEnv(lambda: np.zeros(3)))
+    with EnvClient(server.address) as client:
+        for _ in range(6):
+            client.step(0)
+        with pytest.raises(
+            ServerFailure,
+            match=r"'observation' expected float32\[2\], got float64\[3\]",
+        ) as failure:
+            client.step(0)
+        assert failure.value.permanent
+
+
+def test_an_environment_that_cannot_be_made_later_is_a_failure(serve):
+    envs = iter([counting_env.make()])
+
+    def make():
+        for env in envs:
+            return env
+        raise OSError("no more simulators")
+
+    server = serve(make)
+    for _ in range(2):
+        with pytest.raises(ServerFailure, match="OSError: no more simul") as failure:
+            EnvClient(server.address)
+        assert not failure.value.permanent
+
+
+def test_exit_in_an_environment_is_a_failure(serve):
+    server = serve(lambda: fault_env.FaultEnv(lambda: sys.exit("bye")))
+    with EnvClient(server.address) as client:
+        for _ in range(6):
+            client.step(0)
+        with pytest.raises(ServerFailure, match="SystemExit: bye"):
+            client.step(0)
+
+
+def test_other_spaces_than_at_the_start_are_permanent(serve):
+    sizes = itertools.count(2)
+    server = serve(lambda: Echo(gym.spaces.Discrete(next(sizes))))
+    with pytest.raises(ServerFailure, match=r"Discrete\(3\).*Discrete\(2\)") as failure:
+        EnvClient(server.address)
+    assert failure.value.permanent
+
+
+def test_a_close_that_fails_harms_nobody(serve, caplog):
+    class Sticky(counting_env.CountingEnv):
+        def close(self):
+            raise RuntimeError("stuck")
+
+    server = serve(Sticky)
+    for _ in range(2):
+        with EnvClient(server.address) as client:
+            client.step(0)
+    wait_until(lambda: caplog.text.count("could not be closed") == 3)
+
+
+NAN, INF = np.float32("nan"), np.float32("inf")
+
+
+@pytest.mark.parametrize(
+    "name, index, value",
+    [
+        ("move/0", 1, -3),
+        ("move/0", 2, 3),
+        ("move/1", 0, 2**62),
+        ("keys", (2, 6), 2),
+        ("keys", (0, 0), -1),
+        ("wheel", (1, 0), 3),
+        ("wheel", (1, 1), -1),
+        ("force", (2, 1), NAN),
+        ("force", (0, 0), INF),
+        ("force", (0, 0), -INF),
+    ],
+)
+def test_an_action_outside_its_space_is_named(serve, name, index, value):
+    made = []
+    server = serve(lambda: made.append(Echo(NESTED)) or made[-1], num_envs=K)
+    arrays = nested_actions()
+    arrays[name][index] = value
+    k = index if isinstance(index, int) else index[0]
+    with EnvClient(server.address) as client:
+        said = f"'action/{name}' of environment {k} in this stream: expected .*, got "
+        with pytest.raises(ServerFailure, match=said) as failure:
+            client.step(*arrays.values())
+        assert not failure.value.permanent
+        with pytest.raises(grpc.RpcError) as status:
+            client.receive()
+        assert status.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert all(env.steps == 0 for env in made)
+
+
+@pytest.mark.parametrize("dtype, value", [(np.uint8, 9), (np.bool_, 2)])
+def test_integer_boxes_have_bounds(serve, dtype, value):
+    high = 1 if dtype is np.bool_ else 8
+    server = serve(lambda: Echo(gym.spaces.Box(0, high, (2,), dtype)))
+    with EnvClient(server.address) as client:
+        client.step(1)
+        wrong = bytes([0, value])
+        client.send(wire.encode(ToServer(action=Action(1, (wrong,)))))
+        with pytest.raises(ServerFailure, match=r"'action'.*got \[0, "):
+            client.receive()
+
+
+def test_float_bounds_are_the_environments_business(serve):
+    server = serve(lambda: Echo(gym.spaces.Box(-1, 1, (2,), np.float32)))
+    with EnvClient(server.address) as client:
+        assert client.step(1.5)["last_action"].tolist() == [[1.5, 1.5]]
+
+
+def wrong_messages():
+    """Messages that a learner must not send after the first step, and the answers."""
+    good = np.zeros(K, np.int64).tobytes()
+
+    def action(seq, *arrays):
+        return wire.encode(ToServer(action=Action(seq, arrays)))
+
+    return {
+        "later": (action(1, good), "expected the action of step 0, got 1"),
+        "far": (action(2**64 - 1, good), "got 18446744073709551615"),
+        "no array": (action(0), "expected 1 arrays .*int64.*got 0"),
+        "two arrays": (action(0, good, good), "got 2"),
+        "short": (action(0, good[:-1]), "expected 24 bytes, got 23"),
+        "long": (action(0, good + b"x"), "expected 24 bytes, got 25"),
+        "hello": (wire.encode(ToServer(hello=Hello(protocol=1))), "another Hello"),
+        "nothing": (b"", "expected hello or action, got nothing"),
+        "truncated": (action(0, good)[:-5], "only .* follow"),
+        "huge length": (b"\x12" + b"\xff" * 9 + b"\x01", "18446744073709551615"),
+        "wrong type": (b"\x10\x00", "expected wire type 2, got 0"),
+        "group": (b"\x13", "wire type 3"),
+        "random": (bytes(range(255, 200, -1)), "ToServer"),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_messages())
+def test_a_wrong_message_ends_its_own_stream_only(serve, name):
+    message, said = wrong_messages()[name]
+    server = serve(counting_env.make, num_envs=K, num_streams=2)
+    healthy = EnvClient(server.address, run_id="healthy", info_keys=("half",))
+    with healthy, EnvClient(server.address, run_id="broken") as broken:
+        before = play(healthy, 5, actions())
+        broken.send(message)
+        with pytest.raises(ServerFailure, match=said) as failure:
+            broken.receive()
+        assert not failure.value.permanent
+        with pytest.raises(grpc.RpcError) as status:
+            broken.receive()
+        assert status.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        after = play(healthy, 20, actions())
+        last = spaces.map_nest(lambda leaf: leaf[-1], before)
+        counting_env.check_rollout(after, last)
+
+
+def test_a_stream_must_begin_with_hello(serve):
+    server = serve(counting_env.make)
+    with RawStream(server.address) as stream:
+        stream.send(wire.encode(ToServer(action=Action(0, (bytes(8),)))))
+        with pytest.raises(ServerFailure, match="expected a Hello first"):
+            stream.receive()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("",),
+        ("half", "half"),
+        ("game_return",),
+        ("game_step",),
+        tuple(map(str, range(1001))),
+    ],
+)
+def test_info_keys_must_make_sense(serve, keys):
+    server = serve(counting_env.make)
+    with pytest.raises(ServerFailure, match="info_keys"):
+        EnvClient(server.address, info_keys=keys)
+    with pytest.raises(grpc.RpcError) as status:
+        describe(server.address, info_keys=keys)
+    assert status.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("protocol, upgrade", [(0, "learner"), (2, "server")])
+def test_another_protocol_is_permanent_and_names_both(serve, protocol, upgrade):
+    server = serve(counting_env.make)
+    said = rf"protocol 1 .*the learner {protocol} \(torchbeast '7.1'\): .*the {upgrade}"
+    with pytest.raises(ServerFailure, match=said) as failure:
+        EnvClient(server.address, protocol=protocol, version="7.1")
+    assert failure.value.permanent
+    with pytest.raises(grpc.RpcError, match="speaks protocol 1") as status:
+        describe(server.address, protocol=protocol)
+    assert status.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_no_hello_in_time_ends_the_stream(serve, monkeypatch):
+    monkeypatch.setattr(env_server, "HELLO_S", 0.05)
+    server = serve(counting_env.make)
+    with RawStream(server.address) as stream, pytest.raises(grpc.RpcError) as status:
+        stream.receive()
+    assert status.value.code() == grpc.StatusCode.CANCELLED
+
+
+def test_a_message_far_too_large_is_refused(serve):
+    server = serve(counting_env.make)
+    with EnvClient(server.address) as client:
+        client.send(wire.encode(ToServer(action=Action(0, (bytes(200_000),)))))
+        with pytest.raises(grpc.RpcError) as status:
+            client.receive()
+    assert status.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    with EnvClient(server.address) as client:
+        client.step(0)
+
+
+def test_hostile_peers_do_not_disturb_a_healthy_stream(serve):
+    """Random bytes, mutated messages, wrong methods and plain garbage, all at once."""
+    server = serve(counting_env.make, address="127.0.0.1:0", num_envs=K, num_streams=2)
+    rng = random.Random(0)
+    good = [message for message, _ in wrong_messages().values()]
+    good.append(wire.encode(ToServer(hello=Hello(protocol=1, run_id="x"))))
+
+    def attack():
+        for _ in range(60):
+            data = bytearray(rng.choice(good) or b"?")
+            for _ in range(rng.randrange(4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            with contextlib.suppress(grpc.RpcError, ServerFailure, StopIteration):
+                with RawStream(server.address) as stream:
+                    stream.send(bytes(data))
+                    stream.send(rng.randbytes(20))
+                    while True:
+                        stream.receive()
+        with grpc.insecure_channel(server.address) as channel:
+            for method in ("/torchbeast.EnvServer/Nothing", "/x", "/a/b/c"):
+                with pytest.raises(grpc.RpcError):
+                    channel.unary_unary(method)(b"", timeout=DEADLINE_S)
+        host, _, port = server.address.rpartition(":")
+        for data in (b"GET / HTTP/1.1\r\n\r\n", rng.randbytes(1000), b""):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(data)
+
+    with EnvClient(server.address, run_id="healthy") as client:
+        attacker = start_thread("attacker", attack)
+        source, last = actions(), None
+        while not attacker.done():
+            rows = play(client, 5, source)
+            counting_env.check_rollout(rows, last)
+            last = spaces.map_nest(lambda leaf: leaf[-1], rows)
+        attacker.result()
+
+
+# ------------------------------------------------------------------------ who is served
+
+
+def test_more_streams_than_places_are_told_who_has_them(serve):
+    server = serve(counting_env.make)
+    with EnvClient(server.address, run_id="pong-1"):
+        with pytest.raises(grpc.RpcError) as status:
+            EnvClient(server.address, run_id="pong-2")
+    assert status.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "takes 1 streams" in status.value.details()
+    assert "run 'pong-1' at unix:" in status.value.details()
+
+
+def test_a_place_is_free_when_its_stream_ends(serve):
+    progress = np.zeros((1, 2))
+    server = serve(counting_env.make, progress=progress)
+    for i in range(3):
+
+        def connect(i=i):
+            with contextlib.suppress(grpc.RpcError):
+                with EnvClient(server.address, run_id=f"{i}") as client:
+                    client.step(0)
+                    return True
+
+        wait_until(connect)
+    assert progress.tolist() == [[3, 0]]
+
+
+def test_a_learner_that_comes_back_takes_its_place_over(serve):
+    server = serve(Counted, num_envs=K)
+    old = EnvClient(server.address, run_id="run", first_env_id=6)
+    with old, EnvClient(server.address, run_id="run", first_env_id=6) as new:
+        new.step(0)
+        with pytest.raises(grpc.RpcError) as status:
+            old.step(0)
+        assert status.value.code() == grpc.StatusCode.CANCELLED
+        assert len(Counted.alive) == K
+        with pytest.raises(grpc.RpcError) as status:  # Another of the run's streams.
+            EnvClient(server.address, run_id="run", first_env_id=0)
+        assert status.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_run_without_a_name_takes_nothing_over(serve):
+    server = serve(counting_env.make)
+    with EnvClient(server.address) as client:
+        with pytest.raises(grpc.RpcError):
+            EnvClient(server.address)
+        client.step(0)
+
+
+# ------------------------------------------------------------------- health, stopping
+
+
+def health(address, method="Check", service=""):
+    channel = grpc.insecure_channel(address)
+    call = channel.unary_unary if method == "Check" else channel.unary_stream
+    request = wire.encode(env_server._HealthRequest(service))
+    return channel, call(f"/grpc.health.v1.Health/{method}")(
+        request, timeout=DEADLINE_S, wait_for_ready=True
+    )
+
+
+SERVING, NOT_SERVING, SERVICE_UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
+
+
+@pytest.mark.parametrize("service", ["", "torchbeast.EnvServer"])
+def test_health_says_serving(serve, service):
+    server = serve(counting_env.make)
+    channel, answer = health(server.address, service=service)
+    with channel:
+        assert answer == SERVING
+
+
+def test_health_knows_no_other_service(serve):
+    server = serve(counting_env.make)
+    with pytest.raises(grpc.RpcError) as status:
+        health(server.address, service="other")
+    assert status.value.code() == grpc.StatusCode.NOT_FOUND
+    channel, answers = health(server.address, "Watch", "other")
+    with channel:
+        assert list(answers) == [SERVICE_UNKNOWN]
+
+
+def test_watchers_see_the_end(serve):
+    server = serve(counting_env.make)
+    channel, answers = health(server.address, "Watch")
+    with channel:
+        assert next(answers) == SERVING
+        wait_until(lambda: server._changed._waiters)
+        server.stop()
+        assert next(answers) == NOT_SERVING
+
+
+def test_watchers_are_limited_and_leave(serve):
+    server = serve(counting_env.make)
+    watchers = [health(server.address, "Watch") for _ in range(env_server.MAX_WATCHERS)]
+    for _, answers in watchers:
+        assert next(answers) == SERVING
+    channel, answers = health(server.address, "Watch")
+    with channel, pytest.raises(grpc.RpcError) as status:
+        next(answers)
+    assert status.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    for channel, _ in watchers:
+        channel.close()
+    wait_until(lambda: server._watchers == 0)
+
+
+def test_stop_finishes_the_step_and_says_goodbye(serve):
+    stepping, go_on = threading.Event(), threading.Event()
+
+    class Slow(counting_env.CountingEnv):
+        def step(self, action):
+            stepping.set()
+            assert go_on.wait(DEADLINE_S)
+            return super().step(action)
+
+    server = serve(Slow)
+    with EnvClient(server.address, info_keys=("half",)) as client:
+        client.send_actions(0)
+        assert stepping.wait(DEADLINE_S)
+        server.stop("no more electricity")
+        wait_until(lambda: server._stopping)
+        go_on.set()
+        client.receive_step()
+        with pytest.raises(Goodbye, match="no more electricity"):
+            client.receive()
+        with pytest.raises(StopIteration):
+            client.receive()
+
+
+def test_stop_answers_an_action_with_goodbye(serve):
+    server = serve(counting_env.make)
+    with EnvClient(server.address) as client:
+        server.stop()
+        wait_until(lambda: server._stopping)
+        client.send_actions(0)
+        with pytest.raises(Goodbye):
+            client.receive()
+
+
+def test_stop_does_not_wait_for_a_silent_learner(folder, monkeypatch):
+    monkeypatch.setattr(env_server, "HELLO_S", 2 * DEADLINE_S)
+    server = env_server.Server(counting_env.make, f"unix:{folder}/s")
+    server.start()
+    thread = start_thread("server", server.run)
+    with RawStream(server.address) as stream:
+        # The clock for the Hello runs.
+        wait_until(lambda: any(map(_is_timer, threading.enumerate())))
+        server.stop()
+        thread.result(DEADLINE_S)
+        with pytest.raises(grpc.RpcError):
+            stream.receive()
+    assert not os.path.exists(f"{folder}/s")
+
+
+def _is_timer(thread):
+    return isinstance(thread, threading.Timer)
+
+
+def test_stop_before_run_ends_run(folder):
+    server = env_server.Server(counting_env.make, f"unix:{folder}/s")
+    server.stop()
+    server.run()
+
+
+# -------------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    "address, num, expected",
+    [
+        ("host:4431", 3, ["host:4431", "host:4432", "host:4433"]),
+        (":4431", 1, ["127.0.0.1:4431"]),
+        ("[::1]:7", 2, ["[::1]:7", "[::1]:8"]),
+        ("host:0", 2, ["host:0", "host:0"]),
+        ("unix:/a/b", 1, ["unix:/a/b"]),
+        ("unix:/a/b", 2, ["unix:/a/b.0", "unix:/a/b.1"]),
+        ("unix:///a/b", 1, ["unix:/a/b"]),
+    ],
+)
+def test_server_addresses(address, num, expected):
+    assert env_server.server_addresses(address, num) == expected
+
+
+@pytest.mark.parametrize("address", ["4431", "host", "host:", "host:x", "/tmp/path"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match="expected host:port, :port or unix:/path"):
+        env_server.server_addresses(address, 1)
+
+
+def test_ports_end():
+    env_server.server_addresses(":65535", 1)
+    with pytest.raises(ConfigError, match="needs ports up to 65536"):
+        env_server.server_addresses(":65535", 2)
+
+
+@pytest.mark.parametrize(
+    "address, public",
+    [
+        ("127.0.0.1:1", False),
+        ("127.9.9.9:1", False),
+        ("[::1]:1", False),
+        ("localhost:1", False),
+        ("unix:/a", False),
+        ("0.0.0.0:1", True),
+        ("[::]:1", True),
+        ("10.0.0.7:1", True),
+        ("somewhere:1", True),
+    ],
+)
+def test_public_addresses_are_known(address, public):
+    assert env_server.is_public(address) == public
+
+
+def refused(address, said):
+    server = env_server.Server(counting_env.make, address)
+    with pytest.raises(ConfigError, match=said):
+        server.start()
+
+
+def test_a_socket_path_that_cannot_be_used_is_named(folder):
+    refused(f"unix:{folder}/{'x' * 107}", "has 1.. bytes, but .* at most 107")
+    refused(f"unix:{folder}/none/s", f"no folder {folder}/none")
+    Path(folder, "file").write_text("precious")
+    refused(f"unix:{folder}/file", "not a socket")
+    assert Path(folder, "file").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_named(folder):
+    os.chmod(folder, 0o500)
+    refused(f"unix:{folder}/s", "no permission")
+
+
+def test_the_longest_path_works(folder):
+    path = f"{folder}/".ljust(107, "x")
+    server = env_server.Server(counting_env.make, f"unix:{path}")
+    server.start()
+    server.stop()
+    server.run()
+
+
+def test_a_live_servers_socket_is_left_alone(serve, folder):
+    server = serve(counting_env.make)
+    refused(server.address, "in use: a live server listens there")
+    with EnvClient(server.address) as client:
+        client.step(0)
+
+
+def test_a_dead_servers_socket_is_taken_over(serve, folder):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{folder}/s")
+        dead.listen()
+    server = serve(counting_env.make, address=f"unix:{folder}/s")
+    with EnvClient(server.address) as client:
+        client.step(0)
+
+
+def test_a_socket_is_for_its_user_only(serve):
+    mask = os.umask(0)
+    try:
+        server = serve(counting_env.make)
+        mode = os.stat(server.address.removeprefix("unix:")).st_mode
+        assert stat.S_IMODE(mode) == 0o600
+        assert os.umask(0) == 0
+    finally:
+        os.umask(mask)
+
+
+def test_a_port_in_use_is_named(serve):
+    server = serve(counting_env.make, address=":0")
+    assert server.address.startswith("127.0.0.1:") and server.address[-2:] != ":0"
+    refused(server.address, f"{server.address} is in use by another program")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        refused(f":{other.getsockname()[1]}", "in use by another program")
+    with EnvClient(server.address) as client:
+        client.step(0)
+
+
+def test_an_address_of_another_machine_is_named():
+    refused("192.0.2.1:4431", "cannot listen at 192.0.2.1:4431: Cannot assign")
+
+
+def test_spaces_that_cannot_travel_are_named(folder):
+    def make():
+        return Echo(gym.spaces.Text(5))
+
+    server = env_server.Server(make, f"unix:{folder}/s")
+    with pytest.raises(ConfigError, match="Text"):
+        server.start()
+
+
+# ------------------------------------------------------------------------ the program
+
+
+class Program:
+    """A running `python -m polybeast_env`."""
+
+    def __init__(self, output: Path, argv, prefix=(), **options):
+        self.output = output
+        with open(output, "w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *prefix, "-m", "polybeast_env", *map(str, argv)],
+                cwd=ROOT,
+                stdout=file,
+                stderr=file,
+                **options,
+            )
+        self.pid = self.process.pid
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    def wait_for_text(self, text: str) -> None:
+        wait_until(lambda: text in self.text() or self.process.poll() is not None)
+        assert text in self.text(), self.text()
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            children = self.children()
+            self.process.kill()
+            self.process.wait()
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+
+
+@pytest.fixture
+def start(tmp_path, folder):
+    """Start the program with flags; by default it serves at unix:folder/s.*."""
+    programs = []
+
+    def start(*argv, num_servers=2, address=None, **options) -> Program:
+        where = ("--server_address", address or f"unix:{folder}/s")
+        argv = ("--num_servers", num_servers, *where, *argv)
+        program = Program(tmp_path / f"{len(programs)}.txt", argv, **options)
+        programs.append(program)
+        return program
+
+    yield start
+    for program in programs:
+        program.kill()
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+COUNTING = ("--env", "tests.counting_env:make_truncating")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything(start, folder, signum):
+    program = start(*COUNTING, "--envs_per_stream", K)
+    program.wait_for_text("Serving")
+    assert (
+        f"Serving tests.counting_env:make_truncating at unix:{folder}/s.0-1: "
+        f"2 servers x 2 streams x {K} environments\n"
+    ) in program.text()
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(EnvClient(f"unix:{folder}/s.{i}", run_id=f"{j}"))
+            for i in (0, 1)
+            for j in (0, 1)
+        ]
+        children = program.children()
+        program.process.send_signal(signum)
+        for client in clients:
+            with pytest.raises(Goodbye):
+                while True:
+                    client.step(0)
+        assert program.wait() == Exit.DONE
+    wait_until(lambda: all(map(is_gone, children)))
+    assert os.listdir(folder) == []
+    assert f"{signum.name}: stopping" in program.text()
+    assert "died" not in program.text()
+
+
+def test_ctrl_c_reaches_the_whole_group_and_still_ends_well(start, folder):
+    program = start(*COUNTING, start_new_session=True)
+    program.wait_for_text("Serving")
+    os.killpg(program.pid, signal.SIGINT)
+    assert program.wait() == Exit.DONE
+    assert "died" not in program.text() and "Traceback" not in program.text()
+    assert os.listdir(folder) == []
+
+
+def test_servers_leave_ctrl_c_to_their_parent(start, folder):
+    program = start(*COUNTING, num_servers=1)
+    program.wait_for_text("Serving")
+    [child] = program.children()
+    with EnvClient(f"unix:{folder}/s") as client:
+        started = time.monotonic()
+        while time.monotonic() - started < 3 * supervise.DUPLICATE_S:
+            child.send_signal(signal.SIGINT)
+            client.step(0)
+
+
+def test_sigterm_to_the_whole_group_ends_well(start, folder):
+    program = start(*COUNTING, start_new_session=True)
+    program.wait_for_text("Serving")
+    os.killpg(program.pid, signal.SIGTERM)
+    assert program.wait() == Exit.DONE
+    assert "died" not in program.text() and "Traceback" not in program.text()
+
+
+def test_servers_end_with_a_killed_parent(start):
+    program = start(*COUNTING)
+    program.wait_for_text("Serving")
+    children = program.children()
+    assert len(children) == 2
+    program.process.kill()
+    program.process.wait()
+    wait_until(lambda: all(map(is_gone, children)))
+
+
+def test_servers_end_when_standard_input_closes(start, folder):
+    program = start(*COUNTING, "--with_parent", stdin=subprocess.PIPE)
+    program.wait_for_text("Serving")
+    children = program.children()
+    program.process.stdin.close()
+    assert program.wait() == Exit.DONE
+    assert all(map(is_gone, children))
+    assert os.listdir(folder) == []
+    assert program.text().startswith("Serving")  # The parent adds the time itself.
+
+
+def test_servers_listen_at_consecutive_ports(start):
+    with contextlib.ExitStack() as stack:  # Three free ones in a row.
+        while True:
+            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            first = taken.getsockname()[1]
+            with contextlib.suppress(OSError):
+                for port in (first + 1, first + 2):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                break
+    program = start(*COUNTING, num_servers=3, address=f":{first}")
+    program.wait_for_text("Serving")
+    assert f"at 127.0.0.1:{first}-{first + 2}: 3 servers" in program.text()
+    for port in range(first, first + 3):
+        with EnvClient(f"127.0.0.1:{port}") as client:
+            client.step(0)
+    assert "encrypted" not in program.text()
+
+
+def test_pipes_basename_is_torchbeasts_spelling(start, folder):
+    program = Program(
+        Path(folder, "out"),
+        ["--num_servers", 1, "--pipes_basename", f"unix:{folder}/beast", *COUNTING],
+    )
+    try:
+        with EnvClient(f"unix:{folder}/beast.0") as client:
+            client.step(0)
+    finally:
+        program.kill()
+
+
+def test_other_machines_are_warned_of(start):
+    program = start(*COUNTING, address="0.0.0.0:0")
+    program.wait_for_text("Serving")
+    assert "0.0.0.0: whoever can connect" in program.text()
+    assert "neither encrypted nor authenticated" in program.text()
+
+
+def reconnect(address, **hello) -> EnvClient:
+    """Connect as a learner does: again and again."""
+    client = None
+
+    def connect():
+        nonlocal client
+        with contextlib.suppress(grpc.RpcError):
+            client = EnvClient(address, **hello)
+            return True
+
+    wait_until(connect)
+    assert client is not None
+    return client
+
+
+def test_a_killed_server_comes_back_and_others_go_on(start, folder):
+    program = start(*COUNTING, "--envs_per_stream", K)
+    program.wait_for_text("Serving")
+    addresses = [f"unix:{folder}/s.{i}" for i in (0, 1)]
+    with (
+        EnvClient(addresses[0], info_keys=("half",)) as steady,
+        EnvClient(addresses[1]) as client,
+    ):
+        before = play(steady, 25, actions())
+        play(client, 25, actions())
+        program.children()[1].kill()
+        with pytest.raises(grpc.RpcError):
+            while True:
+                client.step(0)
+        program.wait_for_text("Server 1 died (killed by SIGKILL)")
+        with reconnect(addresses[1], incarnation=1) as again:
+            counting_env.check_rollout(
+                play(again, 25, actions()) | {"info": {}}  # Its keys are not asked for.
+            )
+        last = spaces.map_nest(lambda leaf: leaf[-1], before)
+        counting_env.check_rollout(play(steady, 25, actions()), last)
+    program.process.terminate()
+    assert program.wait() == Exit.DONE
+
+
+@pytest.mark.parametrize(
+    "name, said", [("exiting", "exit status 3"), ("crashing", "killed by SIGSEGV")]
+)
+def test_a_server_that_always_dies_ends_the_program(start, folder, name, said):
+    program = start("--env", f"tests.fault_env:make_{name}", num_servers=1)
+
+    def play_until_the_end():
+        while program.process.poll() is None:
+            with contextlib.suppress(grpc.RpcError):
+                with EnvClient(f"unix:{folder}/s") as client:
+                    while True:
+                        client.step(0)
+
+    # The client waits for a server as long as its deadline; do not wait for it.
+    start_thread("player", play_until_the_end)
+    assert program.wait() == Exit.INTERNAL
+    last_line = program.text().splitlines()[-1]
+    assert "died 5 times in a row within 20 steps" in last_line
+    assert said in last_line
+
+
+def test_a_server_that_achieves_something_is_restarted_for_ever(start, folder):
+    program = start("--env", "tests.fault_env:make_crashing_late", num_servers=1)
+    for _ in range(7):
+        with reconnect(f"unix:{folder}/s") as client, pytest.raises(grpc.RpcError):
+            for _ in range(30):
+                client.step(0)
+    program.wait_for_text("starting it again in 0.0 s")
+    assert program.process.poll() is None
+
+
+@pytest.mark.parametrize("name", ["hanging", "hanging_in_c"])
+def test_a_hung_environment_is_shown_killed_and_replaced(start, folder, name):
+    program = start(
+        *("--env", f"tests.fault_env:make_{name}", "--step_timeout_s", 1), num_servers=1
+    )
+    for _ in range(2):
+        with reconnect(f"unix:{folder}/s") as client, pytest.raises(grpc.RpcError):
+            for _ in range(30):
+                client.step(0)
+    program.wait_for_text("Server 0 hangs: an environment's step has taken 1 s")
+    program.wait_for_text("Server 0 died (its environment hung)")
+    assert "fault_env.py" in program.text()  # Its stack.
+
+
+def test_an_environment_that_cannot_be_made_ends_the_program(start):
+    program = start("--env", "tests.fault_env:make_broken", num_servers=1)
+    assert program.wait() == Exit.INTERNAL
+    assert "RuntimeError: no licence for this simulator" in program.text()
+    assert program.text().count("starting it again") == 4
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--env", "Pnog-v5"], "--env Pnog-v5 is not known"),
+        (["--env", "tests.counting_env:mak"], "has no function 'mak'"),
+    ],
+)
+def test_an_unknown_environment_is_exit_78(start, argv, said):
+    program = start(*argv)
+    assert program.wait() == Exit.CONFIG
+    assert said in program.text().splitlines()[-1]
+    assert "Traceback" not in program.text()
+
+
+def test_an_address_in_use_is_exit_78(start, serve, folder):
+    first = start(*COUNTING)
+    first.wait_for_text("Serving")
+    second = start(*COUNTING)
+    assert second.wait() == Exit.CONFIG
+    assert f"unix:{folder}/s.0 is in use: a live server" in second.text()
+    server = serve(counting_env.make, address=":0")
+    third = start(*COUNTING, num_servers=1, address=server.address)
+    assert third.wait() == Exit.CONFIG
+    lines = third.text().splitlines()
+    assert len(lines) == 1, third.text()  # gRPC's own words are kept back.
+    assert lines[0].endswith(
+        f"{server.address} is in use by another program. Choose another port."
+    )
+    first.process.terminate()
+    assert first.wait() == Exit.DONE
+
+
+def test_sockets_of_a_killed_program_are_taken_over(start, folder):
+    first = start(*COUNTING)
+    first.wait_for_text("Serving")
+    children = first.children()
+    first.process.kill()
+    first.process.wait()
+    wait_until(lambda: all(map(is_gone, children)))
+    assert len(os.listdir(folder)) == 2
+    start(*COUNTING).wait_for_text("Serving")
+    with EnvClient(f"unix:{folder}/s.1") as client:
+        client.step(0)
+
+
+BLOCKER = """
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "psutil", "rich", "cv2", "google.protobuf", "safetensors"):
+            raise ModuleNotFoundError(f"{name} is not for environment servers")
+sys.meta_path.insert(0, Blocker())
+import runpy
+sys.argv = ["polybeast_env", *sys.argv[1:]]
+runpy.run_module("polybeast_env", run_name="__main__")
+"""
+
+
+def test_servers_need_grpcio_numpy_and_gymnasium_only(folder, tmp_path):
+    with open(tmp_path / "out", "w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", BLOCKER, "--env", "Catch", "--num_servers", "1"]
+            + ["--server_address", f"unix:{folder}/s"],
+            cwd=ROOT,
+            stderr=file,
+        )
+    try:
+        wait_until(lambda: os.path.exists(f"{folder}/s") or process.poll() is not None)
+        assert process.poll() is None, (tmp_path / "out").read_text()
+        with EnvClient(f"unix:{folder}/s") as client:
+            client.step(1)
+    finally:
+        process.terminate()
+        assert process.wait(DEADLINE_S) == Exit.DONE
+
+
+def test_servers_recover_from_running_out_of_files(start, folder):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    program = start(*COUNTING, num_servers=1, preexec_fn=limit)
+    program.wait_for_text("Serving")
+    with contextlib.ExitStack() as stack:
+        for _ in range(150):
+            attacker = stack.enter_context(socket.socket(socket.AF_UNIX))
+            attacker.setblocking(False)
+            with contextlib.suppress(OSError):
+                attacker.connect(f"{folder}/s")
+        child = program.children()[0]
+        wait_until(lambda: child.num_fds() >= 60)
+    with reconnect(f"unix:{folder}/s") as client:
+        client.step(0)
+
+
+def test_the_limit_of_open_files_is_raised(start):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+
+    program = start(*COUNTING, num_servers=1, preexec_fn=limit)
+    program.wait_for_text("Serving")
+    for process in (psutil.Process(program.pid), *program.children()):
+        soft, _ = process.rlimit(psutil.RLIMIT_NOFILE)
+        assert soft == min(hard, polybeast_env.OPEN_FILES)
+
+
+# ------------------------------------------------------------------------------ flags
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--num_servers", "0"], "whole number >= 1"),
+        (["--server_address", ":1", "--pipes_basename", "unix:/a"], "Leave one out"),
+        (["--pipes_basename", "host:1"], "must be unix:/path"),
+        (["--env", "Catch", "--noop_max", "3"], "not an Atari"),
+    ],
+)
+def test_bad_flags_are_exit_2(argv, said, capsys):
+    with pytest.raises(SystemExit) as status:
+        polybeast_env.main(argv)
+    assert status.value.code == Exit.USAGE
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_defaults_are_said_in_the_help(capsys):
+    flags = polybeast_env.parse_flags(["--env", "Catch"])
+    assert (flags.envs_per_stream, flags.streams_per_server) == (8, 2)
+    with pytest.raises(SystemExit):
+        polybeast_env.parse_flags(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "one message for all. Default: 8" in text
+    assert "others wait for actions. Default: 2" in text
+    assert f"Default: {polybeast_env.SERVER_ADDRESS}" in text
+
+
+def test_atari_is_served_as_the_flags_say(folder, serve):
+    pytest.importorskip("ale_py")
+    flags = polybeast_env.parse_flags(
+        ["--env", "PongNoFrameskip-v4", "--frame_skip", "3", "--full_action_space"]
+    )
+    server = serve(
+        lambda num_envs, **options: polybeast_env.create_environments(
+            flags, num_envs, **options
+        ),
+        vector=True,
+        num_envs=2,
+        name=flags.env,
+        frames_per_step=polybeast_env.frames_per_step(flags),
+    )
+    with EnvClient(server.address) as client:
+        assert client.welcome.frames_per_step == 3
+        assert client.welcome.action == gym.spaces.Discrete(18)
+        rows = client.step(0)
+        assert rows["observation"].shape == (2, 4, 84, 84)
+        assert rows["observation"].any()
+
+
+# ------------------------------------------------------------------ somebody else's
+
+
+def test_a_foreign_server_speaks_the_protocol(folder):
+    pytest.importorskip("grpc_tools", reason="pip install grpcio-tools")
+    address = f"unix:{folder}/f"
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "examples" / "foreign_server.py", address], cwd="/"
+    )
+    try:
+        assert describe(address).env == "Echo"
+        with pytest.raises(ServerFailure, match="speaks protocol 1, not 2"):
+            EnvClient(address, protocol=2)
+        with EnvClient(address, seed=3) as client:
+            assert client.rows["done"].all()
+            for step in range(1, 21):
+                bits = client.rows["observation"][:, 1].astype(int)
+                rows = client.step(bits)
+                assert (rows["reward"] == 1).all()
+                assert (rows["last_action"] == bits).all()
+                assert (rows["episode_step"] == (step - 1) % 10 + 1).all()
+                assert (rows["done"] == (step % 10 == 0)).all()
+                assert (rows["episode_return"] == rows["episode_step"]).all()
+            assert (rows["info"]["game_return"] == 10).all()
+            rows = client.step(1 - rows["observation"][:, 1].astype(int))
+            assert (rows["reward"] == 0).all()
+            assert np.isnan(rows["info"]["game_return"]).all()
+    finally:
+        process.kill()
+        process.wait()
