@@ -6,9 +6,11 @@ Needs neither torch nor a compiler: the environment servers parse flags too.
 
 import argparse
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def whole(at_least: int) -> Callable[[str], int]:
@@ -49,6 +51,59 @@ def number(low: float, high: float = math.inf) -> Callable[[str], float]:
 def names(text: str) -> tuple[str, ...]:
     """Parse a comma list of names, for `type=`."""
     return tuple(name for name in text.split(",") if name)
+
+
+def addresses(text: str) -> tuple[str, ...]:
+    """Parse a comma list of server addresses with ranges, for `type=`.
+
+    "a:1-3,unix:/b.0-1" is a:1, a:2, a:3, unix:/b.0 and unix:/b.1.
+    """
+    result: list[str] = []
+    for part in names(text):
+        match = re.fullmatch(r"(unix:/.*?|.*:)(?:(\d+)-)?(\d+)", part)
+        if part.startswith("unix:/") and (match is None or match[2] is None):
+            result.append(part)  # A path that ends in a number is not a range.
+            continue
+        if match is None or part.startswith(":"):
+            raise argparse.ArgumentTypeError(
+                f"expected host:port, host:4431-4446, unix:/path or unix:/path.0-15, "
+                f"got {part!r}"
+            )
+        last = int(match[3])
+        first = last if match[2] is None else int(match[2])
+        if first > last:
+            raise argparse.ArgumentTypeError(
+                f"expected a range from low to high, got {part!r}"
+            )
+        if not (1 <= first and last <= 65535 or part.startswith("unix:")):
+            raise argparse.ArgumentTypeError(
+                f"expected ports from 1 to 65535, got {part!r}"
+            )
+        result += [f"{match[1]}{i}" for i in range(first, last + 1)]
+    for address in result:
+        if result.count(address) > 1:
+            raise argparse.ArgumentTypeError(
+                f"expected each address once, got {address} twice"
+            )
+    if not result:
+        raise argparse.ArgumentTypeError(f"expected an address, got {text!r}")
+    return tuple(result)
+
+
+def to_argv(flags: argparse.Namespace, keys: Sequence[str]) -> list[str]:
+    """Return the command line that sets `keys` as `flags` has them."""
+    argv = []
+    for key in keys:
+        match getattr(flags, key):
+            case None:
+                pass
+            case bool(value):
+                argv.append(f"--{key}" if value else f"--no-{key}")
+            case tuple(value):
+                argv.append(f"--{key}={','.join(value)}")
+            case value:
+                argv.append(f"--{key}={value}")
+    return argv
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -233,6 +288,54 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_server_flags(group: Any) -> None:
+    """Declare what the learner and `polybeast_env` both have, in a parser's group."""
+    group.add_argument(
+        "--num_servers",
+        type=whole(1),
+        metavar="N",
+        help="environment server processes on this machine. Default: one per core this "
+        "process may use",
+    )
+    group.add_argument(
+        "--envs_per_stream",
+        type=whole(1),
+        metavar="K",
+        help="environments that a stream steps in turn, with one message for all. "
+        "Default: 8",
+    )
+    group.add_argument(
+        "--streams_per_server",
+        type=whole(1),
+        metavar="S",
+        help="streams that a server process has at the same time, each with K "
+        "environments of its own: some step while others wait for actions. Default: 2",
+    )
+    group.add_argument(
+        "--pipes_basename",
+        metavar="unix:PATH",
+        help="serve at the unix sockets PATH.0, PATH.1 and so on",
+    )
+    group.add_argument(
+        "--step_timeout_s",
+        type=number(1),
+        default=120.0,
+        help="an environment that takes longer for one step or reset hangs: its "
+        "server process shows its stacks, is killed and started again",
+    )
+
+
+# What a learner passes on to the servers that it starts.
+SERVER_FLAGS = (
+    "env",
+    *ATARI_FLAGS,
+    "num_servers",
+    "envs_per_stream",
+    "streams_per_server",
+    "step_timeout_s",
+)
+
+
 def add_loss_flags(parser: argparse.ArgumentParser) -> None:
     loss = parser.add_argument_group("loss (sums over T and B)")
     loss.add_argument(
@@ -321,18 +424,26 @@ def _expand(xpid: str, env: str) -> str:
     return xpid.replace("{env}", env.replace("/", "-").replace(":", "-"))
 
 
+def check_atari_flags(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
+) -> None:
+    """Refuse flags for Atari games (exit status 2) where there is none."""
+    if is_atari:
+        return
+    for flag in ATARI_FLAGS:
+        value = getattr(flags, flag)
+        if value is not None:
+            parser.error(
+                f"--{flag} is {value} but --env is {flags.env}, which is not an Atari "
+                f"game made by ALE. Leave --{flag} out."
+            )
+
+
 def check_common(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
 ) -> None:
     """Check what the trainers' flags share (exit status 2), and fill in names."""
-    if not is_atari:
-        for flag in ATARI_FLAGS:
-            value = getattr(flags, flag)
-            if value is not None:
-                parser.error(
-                    f"--{flag} is {value} but --env is {flags.env}, which is not an "
-                    f"Atari game made by ALE. Leave --{flag} out."
-                )
+    check_atari_flags(parser, flags, is_atari=is_atari)
     for key in ("game_return", "game_step"):
         if key in flags.info_keys:
             parser.error(

@@ -145,6 +145,28 @@ FIELDS = (
         "count",
         "unfinished rollouts of dead actors, never learned from, since start",
     ),
+    Field(
+        "streams", "count", "PolyBeast: connected streams to environment servers, now"
+    ),
+    Field("reconnects", "count", "streams that came back after a loss, since start"),
+    Field(
+        "steps_discarded",
+        "agent steps",
+        "steps of rollouts that a loss cut short, never learned from, since start",
+    ),
+    Field("learner_queue", "count", "rollouts waiting for the learner"),
+    Field(
+        "inference_batch",
+        "environments",
+        "mean size of an inference batch since start",
+    ),
+    Field(
+        "env_step_p50_ms",
+        "ms",
+        "median time from sending actions to receiving the next observations, since "
+        "start; of the median server",
+    ),
+    Field("env_step_p99_ms", "ms", "the 99th percentile; of the slowest server"),
     Field("rss_mb", "MB", "resident memory of the main process"),
 )
 

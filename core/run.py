@@ -187,7 +187,7 @@ class Run:
         self.flags = flags
         self.learner = learner
         self.extra_state: ExtraState = lambda: ({}, {})
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._frames_per_step = frames_per_step
         self._checkpoints = run_dir / "checkpoints"
         self._earlier_s = 0.0  # Training time before the last resume.
@@ -238,7 +238,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             self._log = stack.enter_context(
                 metrics.RunLog(
-                    self._run_dir,
+                    self.run_dir,
                     info_keys=flags.info_keys,
                     resume_step=learner.step if resumed else None,
                     wandb=flags.wandb,

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared helpers: deadlines, and MonoBeast as a process that starts in no time."""
+"""Shared helpers: deadlines, and the trainers as processes that start in no time."""
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 
 import psutil
@@ -26,12 +29,14 @@ def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) 
 
 
 class Program:
-    """A running `python -m monobeast`, its output in a file."""
+    """A running `python -m <module>`, its output in a file."""
 
-    def __init__(self, context, argv: list[str], output: Path):
+    def __init__(self, context, module: str, argv: list[str], output: Path):
         self.output = output
         output.touch()
-        self.process = context.Process(target=_run_monobeast, args=(argv, str(output)))
+        self.process = context.Process(
+            target=_run_module, args=(module, argv, str(output))
+        )
         self.process.start()
         self.pid = self.process.pid
 
@@ -64,16 +69,14 @@ class Program:
         self.process.join(DEADLINE_S)
 
 
-def _run_monobeast(argv: list[str], output: str) -> None:
+def _run_module(module: str, argv: list[str], output: str) -> None:
     fd = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    import monobeast
-
     try:
-        status = monobeast.main(argv)
+        status = importlib.import_module(module).main(argv)
     except SystemExit as error:  # argparse's.
         status = error.code
     sys.stdout.flush()
@@ -81,26 +84,30 @@ def _run_monobeast(argv: list[str], output: str) -> None:
     sys.exit(status)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def _context():
-    """A fork server that has imported torch already, and what a run imports later."""
+    """A fork server that has imported torch already, and what a run imports later.
+
+    There is one for all of the session, and whoever uses it first starts it.
+    """
     context = multiprocessing.get_context("forkserver")
     later = ["torch._dynamo", "tensorboard.summary.writer.record_writer"]  # A second.
-    context.set_forkserver_preload(["monobeast", *later])
+    context.set_forkserver_preload(["monobeast", "polybeast", *later])
     return context
 
 
 @contextlib.contextmanager
 def starter(context, folder: Path) -> Iterator[Callable[..., Program]]:
-    """Yield `start`, which starts MonoBeast with flags; --savedir is `folder/runs`.
+    """Yield `start`, which starts a trainer with flags; --savedir is `folder/runs`.
 
     Kills what is left at the end.
     """
     programs: list[Program] = []
 
-    def start(*argv: object) -> Program:
+    def start(*argv: object, module: str = "monobeast") -> Program:
         program = Program(
             context,
+            module,
             [str(a) for a in ("--savedir", folder / "runs", *argv)],
             folder / f"out-{len(programs)}.txt",
         )
@@ -117,7 +124,7 @@ def starter(context, folder: Path) -> Iterator[Callable[..., Program]]:
 
 @pytest.fixture
 def start(_context, tmp_path) -> Iterator[Callable[..., Program]]:
-    """Start MonoBeast with flags; its runs are in `tmp_path/runs`."""
+    """Start a trainer with flags, MonoBeast unless `module=`; runs: `tmp_path/runs`."""
     with starter(_context, tmp_path) as start:
         yield start
 
@@ -128,3 +135,22 @@ def start_for_module(_context, tmp_path_factory):
     folder = tmp_path_factory.mktemp("module")
     with starter(_context, folder) as start:
         yield start, folder / "runs"
+
+
+@pytest.fixture
+def background() -> Callable[..., futures.Future]:
+    """Call something in a daemon thread; the Future has its result or exception."""
+
+    def start(function: Callable, *args: object) -> futures.Future:
+        future: futures.Future = futures.Future()
+
+        def run():
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+    return start

@@ -1,0 +1,1124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PolyBeast: IMPALA (Espeholt et al. 2018) with environments on any machine.
+
+    python -m polybeast --env PongNoFrameskip-v4
+    python -m polybeast --server_addresses host1:4431-4446,host2:4431-4446
+
+Environment servers (polybeast_env.py) step environments and send what they see; this
+process, the learner, chooses all actions and learns. The actor pool between them is C++
+(csrc/): it moves rows and holds no GIL; all machine learning is here.
+
+     polybeast_env.py, many processes                  polybeast.py, one process
+    ┌──────────────────────┐  gRPC stream   ┌──────────────────────────────────────────┐
+    │ K environments       │  Step[K]  ───► │ ActorPool ── rows ──► DynamicBatcher     │
+    │                      │                │     │   ▲                  │             │
+    │                      │  ◄── Action[K] │     │   └── actions ── inference threads │
+    └──────────────────────┘                │     ▼                        ▲           │
+                                            │ BatchingQueue            weights         │
+                                            │     └── [T+1, B] ──► learner threads     │
+                                            └──────────────────────────────────────────┘
+
+To train your own agent edit Net here; for your own environment edit create_env in
+polybeast_env.py. Sizes travel from the servers to the learner by themselves.
+"""
+
+import os
+
+# One thread per process unless told otherwise (torch reads this when it is imported):
+# inference, learner and environments share the cores, and spinning OpenMP threads would
+# steal them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+import itertools
+import logging
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import core.flags
+import libtorchbeast
+import nest
+import polybeast_env
+from core import environment, evaluation, losses, metrics, wire
+from core.recurrent import create_lstm, unroll_lstm
+from core.run import Learner, Run, run_program, seed_rng
+from core.spaces import Nest, map_nest
+from core.supervise import (
+    ConfigError,
+    Exit,
+    StopSignal,
+    Watchdog,
+    describe_exit,
+    join_threads,
+    keep_freed_memory,
+    num_cores,
+    start_thread,
+)
+
+log = logging.getLogger("polybeast")
+
+TICK_S = 0.2  # The main loop looks at signals, failures and clocks at least this often.
+JOIN_S = 30.0  # An update of the largest batch on one core, with room.
+DESCRIBE_S = 2.0  # For a server to say what it serves; asked again until one does.
+SERVERS_EXIT_S = 3.0  # For local servers' goodbyes; then they are killed.
+SAY_WAITING_S = 10.0
+# Of the local servers. While one half of a server's environments waits for actions the
+# other half steps.
+ENVS_PER_STREAM = 8
+STREAMS_PER_SERVER = 2
+MAX_INFERENCE_BATCH = 1024
+UNTRACED_UPDATES = 5  # The first ones are slower.
+TRACED_UPDATES = 3
+# What the network reads of a row.
+NET_INPUTS = ("observation", "reward", "done", "last_action")
+
+
+# ---------------------------------------------------------------------------- flags
+
+
+def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line; exits with status 2 if something is wrong."""
+    parser = make_parser()
+    return check_flags(parser, core.flags.parse(parser, argv))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m polybeast",
+        description="IMPALA with environments on any machine.",
+        formatter_class=core.flags.HelpFormatter,
+    )
+    whole = core.flags.whole
+    core.flags.add_run_flags(parser)
+    core.flags.add_environment_flags(parser)
+
+    servers = parser.add_argument_group("environment servers")
+    servers.add_argument(
+        "--server_addresses",
+        type=core.flags.addresses,
+        metavar="ADDRESSES",
+        help="servers that run already, a comma list: host:port, host:4431-4446, "
+        "unix:/path, unix:/path.0-15. Default: this program starts servers of its own "
+        "and ends them",
+    )
+    core.flags.add_server_flags(servers)
+    servers.add_argument(
+        "--num_actors",
+        type=whole(1),
+        metavar="A",
+        help="environments of the local servers, all together; must be --num_servers x "
+        "--streams_per_server x --envs_per_stream. As in TorchBeast each has a server "
+        "process of its own, unless these flags say otherwise",
+    )
+    inference = parser.add_argument_group("inference")
+    inference.add_argument(
+        "--num_inference_threads",
+        type=whole(1),
+        default=2,
+        help="threads that choose actions, each with a copy of the network",
+    )
+    inference.add_argument(
+        "--actor_device",
+        help="torch device of inference. Default: the second GPU, the only one, or cpu",
+    )
+    core.flags.add_learner_flags(parser)
+    learner = parser.add_argument_group("learner, PolyBeast only")
+    learner.add_argument(
+        "--learner_device",
+        help="torch device of the learner. Default: the first GPU, or cpu",
+    )
+    learner.add_argument(
+        "--max_learner_queue_size",
+        type=whole(1),
+        metavar="N",
+        help="rollouts that may wait for the learner; environments wait when there are "
+        "more. Default: --batch_size",
+    )
+    learner.add_argument(
+        "--write_profiler_trace",
+        action="store_true",
+        help="write a chrome trace of some updates to the run's folder",
+    )
+    core.flags.add_loss_flags(parser)
+    core.flags.add_optimizer_flags(parser)
+    return parser
+
+
+def check_flags(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace
+) -> argparse.Namespace:
+    """Fill in defaults that depend on other flags and refuse what cannot work."""
+    is_atari = True
+    with contextlib.suppress(ValueError):  # No such environment; its server will say.
+        is_atari = polybeast_env.is_atari(flags.env)
+    core.flags.check_common(parser, flags, is_atari=is_atari)
+    if flags.num_learner_threads is None:
+        flags.num_learner_threads = 2
+    if flags.max_learner_queue_size is None:
+        flags.max_learner_queue_size = flags.batch_size
+    for name in ("learner_device", "actor_device"):
+        check_device(parser, flags, name)
+    if flags.server_addresses is not None:
+        for name in (*core.flags.SERVER_FLAGS, "num_actors", "pipes_basename"):
+            # The servers know what they serve; --env, where given, must agree.
+            if name != "env" and getattr(flags, name) != parser.get_default(name):
+                parser.error(
+                    f"--{name} is {getattr(flags, name)} but --server_addresses names "
+                    "servers that run already, with settings of their own. Give it to "
+                    "python -m polybeast_env, or leave --server_addresses out."
+                )
+        if flags.mode == "train" and flags.env == parser.get_default("env"):
+            flags.env = None  # Whatever they serve.
+        return flags
+    if not (flags.pipes_basename or "unix:").startswith("unix:"):
+        parser.error(
+            f"--pipes_basename is {flags.pipes_basename} but must be unix:/path. For "
+            "TCP start python -m polybeast_env and use --server_addresses."
+        )
+    set_num_servers(parser, flags)
+    B, K = flags.batch_size, flags.envs_per_stream
+    if B % K:
+        divisor = next(d for d in range(min(B, K), 0, -1) if B % d == 0)
+        parser.error(
+            f"--batch_size is {B} but must be a multiple of --envs_per_stream ({K}): "
+            f"a stream makes {K} rollouts at a time. Try --envs_per_stream {divisor}."
+        )
+    return flags
+
+
+def check_device(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace, name: str
+) -> None:
+    device = getattr(flags, name)
+    num_gpus = 0 if flags.disable_cuda else torch.cuda.device_count()
+    if device is None:
+        gpu = min(1, num_gpus - 1) if name == "actor_device" else 0
+        setattr(flags, name, f"cuda:{gpu}" if num_gpus else "cpu")
+        return
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        parser.error(f"--{name} is {device!r}: {error}")
+    if parsed.type == "cuda" and (parsed.index or 0) >= num_gpus:
+        why = " with --disable_cuda" if flags.disable_cuda else ""
+        parser.error(
+            f"--{name} is {device} but torch sees {num_gpus} GPUs{why}. Try --{name} "
+            "cpu, or leave it out."
+        )
+
+
+def set_num_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Work out how many local servers, streams and environments there are."""
+    A = flags.num_actors
+    sizes = (flags.streams_per_server, flags.envs_per_stream)
+    if A is not None and sizes == (None, None) and flags.num_servers in (None, A):
+        flags.num_servers, flags.streams_per_server, flags.envs_per_stream = A, 1, 1
+        return
+    if flags.envs_per_stream is None:
+        flags.envs_per_stream = ENVS_PER_STREAM
+    if flags.streams_per_server is None:
+        flags.streams_per_server = STREAMS_PER_SERVER
+    per_server = flags.streams_per_server * flags.envs_per_stream
+    if flags.num_servers is None:
+        flags.num_servers = num_cores() if A is None else max(1, A // per_server)
+    total = flags.num_servers * per_server
+    if A is not None and A != total:
+        parser.error(
+            f"--num_actors is {A} but --num_servers ({flags.num_servers}) x "
+            f"--streams_per_server ({flags.streams_per_server}) x --envs_per_stream "
+            f"({flags.envs_per_stream}) is {total}. Leave --num_actors out."
+        )
+    flags.num_actors = total
+
+
+# ------------------------------------------------------------------------- the agent
+
+LSTM_SIZE = 256
+MLP_SIZE = 256
+
+
+class Net(nn.Module):
+    """Policy and baseline: a torso for observations, maybe an LSTM, two linear heads.
+
+    As in the paper, the core sees the torso's features, the last action (one-hot) and
+    the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
+
+    Raises:
+      ConfigError: the model does not fit the spaces.
+    """
+
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        *,
+        model: str = "auto",
+        use_lstm: bool = False,
+        clip_rewards: bool = True,
+    ):
+        super().__init__()
+        if not isinstance(action_space, gym.spaces.Discrete):
+            raise ConfigError(
+                f"the action space is {action_space}; Net's policy is a categorical "
+                "distribution and needs Discrete. Wrap the environment, or give Net "
+                "the distribution you need and core/losses.py its log-probability."
+            )
+        if model == "auto":
+            model = "shallow" if is_picture(observation_space) else "mlp"
+        torso = {"deep": DeepTorso, "shallow": ShallowTorso, "mlp": MLPTorso}[model]
+        self.num_actions = int(action_space.n)
+        self.first_action = int(action_space.start)
+        self.clip_rewards = clip_rewards
+        self.torso = torso(observation_space)
+        core_size = self.torso.num_features + self.num_actions + 1
+        self.core = create_lstm(core_size, LSTM_SIZE) if use_lstm else None
+        head_size = LSTM_SIZE if use_lstm else core_size
+        # All actions are about equally likely at first.
+        self.policy = orthogonal(nn.Linear(head_size, self.num_actions), gain=0.01)
+        self.baseline = orthogonal(nn.Linear(head_size, 1), gain=1.0)
+
+    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
+        """Return a new episode's recurrent state: [1, B, LSTM_SIZE] each, or ()."""
+        if self.core is None:
+            return ()
+        return tuple(torch.zeros(1, batch_size, LSTM_SIZE) for _ in range(2))
+
+    def forward(
+        self, rows: dict[str, Nest], core_state: tuple[torch.Tensor, ...] = ()
+    ) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Evaluate T rows of B environments.
+
+        Args:
+          rows: rollout rows, [T, B, ...]: observation, reward, done, last_action.
+          core_state: the recurrent state before the first row.
+
+        Returns:
+          policy_logits [T, B, A] and baseline [T, B], and the state after the last row.
+        """
+        T, B = rows["done"].shape
+        features = self.torso(
+            map_nest(lambda x: x.flatten(0, 1), rows["observation"])
+        )  # [T*B, features]
+        reward = rows["reward"].clamp(-1, 1) if self.clip_rewards else rows["reward"]
+        last_action = F.one_hot(
+            rows["last_action"] - self.first_action, self.num_actions
+        )
+        x = torch.cat(
+            [features, reward.view(T * B, 1), last_action.view(T * B, -1)], dim=1
+        )
+        if self.core is not None:
+            x, core_state = unroll_lstm(
+                self.core, x.view(T, B, -1), rows["done"], core_state
+            )
+            x = x.flatten(0, 1)
+        outputs = {
+            "policy_logits": self.policy(x).view(T, B, -1),
+            "baseline": self.baseline(x).view(T, B),
+        }
+        return outputs, core_state
+
+
+def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
+    """Return `layer` with orthogonal weights and no bias (Saxe et al. 2014).
+
+    Signals keep their size from layer to layer. With torch's own initial weights, what
+    moves on an Atari screen changes the features of ShallowTorso by some 1e-4 only, and
+    learning takes long to begin.
+    """
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def is_picture(space: gym.Space) -> bool:
+    """Say whether convolutions with strides fit: at least 36 pixels a side."""
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
+        return False
+    first, middle, last = space.shape  # Either the first or the last are the channels.
+    return middle >= 36 and max(first, last) >= 36
+
+
+class ImageTorso(nn.Module):
+    """What the two convolutional torsos share: layout, scaling, the size of the end.
+
+    Takes [N, C, H, W] or [N, H, W, C], whichever axis is the smaller; integers are
+    divided by 255. Convolutions run channels-last, three times as fast on a CPU.
+    """
+
+    def __init__(self, space: gym.Space, make_convs: Callable[[int], nn.Module], size):
+        super().__init__()
+        if not is_picture(space):
+            raise ConfigError(
+                f"--model deep and shallow need one Box of three axes, at least 36 "
+                f"pixels a side, as observation; the environment has {space}. Use "
+                "--model mlp."
+            )
+        assert isinstance(space, gym.spaces.Box)
+        self.channels_first = space.shape[0] <= space.shape[-1]
+        self.scale = 1.0 if np.issubdtype(space.dtype, np.floating) else 1 / 255
+        C = space.shape[0] if self.channels_first else space.shape[-1]
+        self.convs = make_convs(C).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            flat = self._convolve(torch.zeros(1, *space.shape)).shape[1]
+        self.fc = orthogonal(nn.Linear(flat, size))
+        self.num_features = size
+
+    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.channels_first:
+            x = x.movedim(-1, 1)  # [N, C, H, W]
+        x = x.to(torch.float32, memory_format=torch.channels_last) * self.scale
+        return self.convs(x).flatten(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.fc(self._convolve(x)))
+
+
+class ShallowTorso(ImageTorso):
+    """Three convolutions and a linear layer, as in Mnih et al. 2015 (Nature)."""
+
+    def __init__(self, space: gym.Space):
+        def convs(channels: int) -> nn.Module:
+            return nn.Sequential(
+                orthogonal(nn.Conv2d(channels, 32, kernel_size=8, stride=4)),
+                nn.ReLU(),
+                orthogonal(nn.Conv2d(32, 64, kernel_size=4, stride=2)),
+                nn.ReLU(),
+                orthogonal(nn.Conv2d(64, 64, kernel_size=3, stride=1)),
+                nn.ReLU(),
+            )
+
+        super().__init__(space, convs, 512)
+
+
+class DeepTorso(ImageTorso):
+    """The 15 convolutions of Espeholt et al. 2018, figure 3 (right)."""
+
+    def __init__(self, space: gym.Space):
+        def convs(channels: int) -> nn.Module:
+            sections = []
+            for width in (16, 32, 32):
+                sections += [
+                    nn.Conv2d(channels, width, kernel_size=3, padding=1),
+                    nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+                    ResidualBlock(width),
+                    ResidualBlock(width),
+                ]
+                channels = width
+            return nn.Sequential(*sections, nn.ReLU())
+
+        super().__init__(space, convs, 256)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+
+
+class MLPTorso(nn.Module):
+    """Two linear layers over all leaves of the observation, flattened side by side.
+
+    Discrete and MultiDiscrete leaves become one-hot; uint8 boxes are divided by 255.
+    """
+
+    num_features = MLP_SIZE
+
+    def __init__(self, space: gym.Space):
+        super().__init__()
+        self.space = space
+        size = gym.spaces.flatdim(space)
+        self.layers = nn.Sequential(
+            orthogonal(nn.Linear(size, MLP_SIZE)),
+            nn.ReLU(),
+            orthogonal(nn.Linear(MLP_SIZE, MLP_SIZE)),
+            nn.ReLU(),
+        )
+
+    def forward(self, observation: Nest) -> torch.Tensor:
+        return self.layers(torch.cat(list(flat_features(self.space, observation)), 1))
+
+
+def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
+    """Yield one float tensor [N, features] for each leaf of a batch of observations."""
+    match space:
+        case gym.spaces.Dict():
+            for key, sub in space.spaces.items():
+                yield from flat_features(sub, x[key])
+        case gym.spaces.Tuple():
+            for sub, leaf in zip(space.spaces, x):
+                yield from flat_features(sub, leaf)
+        case gym.spaces.Discrete():
+            yield F.one_hot(x - int(space.start), int(space.n)).float()
+        case gym.spaces.MultiDiscrete():
+            x = x.flatten(1) - torch.as_tensor(space.start.ravel(), device=x.device)
+            for i, n in enumerate(space.nvec.ravel()):
+                yield F.one_hot(x[:, i], int(n)).float()
+        case _:
+            scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
+            yield x.reshape(len(x), -1).float() * scale
+
+
+def create_net(flags: argparse.Namespace, spaces: "Spaces") -> Net:
+    return Net(
+        spaces.observation,
+        spaces.action,
+        model=flags.model,
+        use_lstm=flags.use_lstm,
+        clip_rewards=flags.reward_clipping == "abs_one",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Spaces:
+    """What an environment says and hears; read once, from one instance."""
+
+    observation: gym.Space
+    action: gym.Space
+
+
+def sample_action(logits: torch.Tensor, *, greedy: bool = False) -> torch.Tensor:
+    """Sample actions [T, B] int64, numbered from 0, from logits [T, B, A].
+
+    Raises:
+      FloatingPointError: the logits are not finite.
+    """
+    if greedy:
+        return logits.argmax(-1)
+    probabilities = F.softmax(logits.flatten(0, 1), dim=-1)
+    try:
+        flat = torch.multinomial(probabilities, num_samples=1)
+    except RuntimeError as error:
+        if torch.isfinite(probabilities).all():
+            raise
+        raise FloatingPointError(
+            "no action can be sampled: the policy's logits are not finite. The weights "
+            "of a run always are; check the environment's observations and rewards."
+        ) from error
+    return flat.view(logits.shape[:2])
+
+
+# ------------------------------------------------------------------------- inference
+
+
+class Weights:
+    """The newest weights, on their way from the learner to the inference threads.
+
+    Each inference thread has a network of its own and fetches what is new between two
+    batches, so that neither side ever waits for the other's forward or backward pass.
+    """
+
+    def __init__(self, net: nn.Module, device: str):
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._tensors = {
+            name: tensor.detach().to(device, copy=True)
+            for name, tensor in net.state_dict().items()
+        }
+        self._version = -1
+
+    def publish(self, net: nn.Module, version: int) -> None:
+        """Hand out the weights of `net` as `version` from now on."""
+        with self._lock:
+            for name, tensor in net.state_dict().items():
+                self._tensors[name].copy_(tensor)
+            self._version = version
+
+    def fetch(self, net: nn.Module, have: int) -> int:
+        """Copy the newest weights into `net` if it lacks them; return their version."""
+        if self._version == have:
+            return have
+        with self._lock:
+            for name, tensor in net.state_dict().items():
+                tensor.copy_(self._tensors[name])
+            return self._version
+
+
+@torch.inference_mode()
+def inference(
+    flags: argparse.Namespace,
+    net: Net,
+    weights: Weights,
+    inference_batcher: libtorchbeast.DynamicBatcher,
+) -> None:
+    """Choose actions for all environments that wait, batch after batch.
+
+    Runs in each inference thread. In the paper each actor does this for its own
+    environment; here whatever has arrived meanwhile makes a batch.
+    """
+    # Of this thread. Threads side by side lose less time than wide ones do in step, and
+    # leave the learner its cores.
+    torch.set_num_threads(1)
+    version = -1
+    for batch in inference_batcher:
+        with torch.profiler.record_function("inference"):
+            version = weights.fetch(net, version)
+            rows, agent_state = nest.map(
+                lambda t: t.to(flags.actor_device, non_blocking=True),
+                batch.get_inputs(),
+            )
+            outputs = act(net, version, rows, agent_state)
+            batch.set_outputs(nest.map(lambda t: t.cpu(), outputs))
+
+
+def act(
+    net: Net, version: int, rows: Nest, agent_state: tuple[torch.Tensor, ...]
+) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Return the agent's part of the next rows, [1, N, ...], and its next state.
+
+    Args:
+      version: of the weights of `net`.
+      rows: NET_INPUTS of N rows, [1, N, ...].
+      agent_state: before these rows, [layers, N, hidden] each.
+    """
+    outputs, agent_state = net(rows, agent_state)
+    outputs["action"] = sample_action(outputs["policy_logits"]) + net.first_action
+    outputs["policy_version"] = torch.full(rows["done"].shape, version)
+    return outputs, agent_state
+
+
+# -------------------------------------------------------------------------- learning
+
+
+def create_learner(flags: argparse.Namespace, spaces: Spaces) -> Learner:
+    net = create_net(flags, spaces).to(flags.learner_device)
+    optimizer = torch.optim.RMSprop(
+        net.parameters(),
+        lr=flags.learning_rate,
+        alpha=flags.alpha,
+        eps=flags.epsilon,
+        momentum=flags.momentum,
+    )
+    return Learner(net, optimizer, flags)
+
+
+def learn(
+    flags: argparse.Namespace,
+    learner: Learner,
+    batch: Nest,
+    agent_state: tuple[torch.Tensor, ...],
+) -> None:
+    """Do one IMPALA update on a batch of rollouts.
+
+    Args:
+      batch: [T + 1, B, ...] as the table in `core.rollouts` says, on the CPU.
+      agent_state: the recurrent state before row 0, [layers, B, hidden] each.
+    """
+    net = learner.net
+    rows, state = nest.map(
+        lambda t: t.to(flags.learner_device, non_blocking=True), (batch, agent_state)
+    )
+    with learner.lock:
+        if learner.finished() or learner.failed:
+            return  # Another thread did the last update meanwhile.
+        parts = []
+        learner.optimizer.zero_grad()
+        # The loss is a sum over columns, and so is its gradient.
+        for rows_part, state_part in losses.split_columns(rows, state):
+            outputs, _ = net(rows_part, state_part)
+            part = losses.impala_loss(
+                outputs,
+                {**rows_part, "action": rows_part["action"] - net.first_action},
+                discounting=flags.discounting,
+                baseline_cost=flags.baseline_cost,
+                entropy_cost=flags.entropy_cost,
+                reward_clipping=flags.reward_clipping,
+            )
+            part.total.backward()
+            parts.append(part)
+        learner.update(parts, map_nest(lambda t: t.numpy(), batch))
+
+
+def learn_loop(
+    flags: argparse.Namespace,
+    learner: Learner,
+    weights: Weights,
+    learner_queue: libtorchbeast.BatchingQueue,
+    num_threads: int,
+) -> None:
+    """Run one learner thread: take a batch of rollouts, learn, publish the weights."""
+    torch.set_num_threads(num_threads)  # Or it would have as few as inference.
+    asked = time.monotonic()
+    for (env_rows, agent_rows), agent_state in learner_queue:
+        came = time.monotonic()
+        with torch.profiler.record_function("learn"):
+            learn(flags, learner, {**env_rows, **agent_rows}, agent_state)
+        with learner.lock:
+            weights.publish(learner.net, learner.updates)
+        learner.averages.add(learner_wait=(came - asked) / (time.monotonic() - asked))
+        asked = time.monotonic()
+
+
+# ------------------------------------------------------------------------------- run
+
+
+class LocalServers:
+    """Environment servers on this machine, in processes that end with this one.
+
+    Their sockets are in a private folder, unless --pipes_basename says otherwise. A
+    context manager.
+    """
+
+    def __init__(self, flags: argparse.Namespace):
+        self._folder = None
+        basename = flags.pipes_basename
+        command = [sys.executable, "-m", "polybeast_env", "--with_parent"]
+        if basename is None:
+            self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
+            basename = f"unix:{self._folder}/env"
+            command += ["--remove_folder"]  # Should this process be killed.
+        self.addresses = tuple(f"{basename}.{i}" for i in range(flags.num_servers))
+        command += core.flags.to_argv(flags, core.flags.SERVER_FLAGS)
+        command += ["--pipes_basename", basename]
+        # A session of its own: Ctrl-C is for this process, which then ends theirs.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,  # It closes with this process, whatever ends it.
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._last_line = ""
+        self._reader = start_thread("env-servers", self._log_lines)
+
+    def __enter__(self) -> "LocalServers":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(SERVERS_EXIT_S)
+        except subprocess.TimeoutExpired:
+            log.error(
+                "The environment servers did not stop within %g s", SERVERS_EXIT_S
+            )
+            self._process.kill()
+            self._process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _log_lines(self) -> None:
+        for line in self._process.stdout:
+            self._last_line = line.rstrip() or self._last_line
+            log.info("%s", line.rstrip())
+
+    def check(self) -> None:
+        """Raise if the servers have ended by themselves.
+
+        Raises:
+          ConfigError: they cannot serve this environment.
+          RuntimeError: they failed.
+        """
+        status = self._process.poll()
+        if status is None:
+            return
+        concurrent.futures.wait([self._reader], TICK_S)
+        if status in (Exit.CONFIG, Exit.USAGE):
+            raise ConfigError(self._last_line)
+        raise RuntimeError(
+            f"the environment servers ended ({describe_exit(status)}); their last "
+            f"words: {self._last_line}"
+        )
+
+
+def greet(
+    flags: argparse.Namespace, servers: LocalServers | None, stop: StopSignal
+) -> wire.Welcome | None:
+    """Ask the servers, one after another, until one says what it serves.
+
+    Servers elsewhere may come as late as they like. Returns None if the program is to
+    stop.
+
+    Raises:
+      ConfigError: the servers cannot serve, or not this learner.
+      TimeoutError: local servers took more than --stall_timeout_s.
+    """
+    began = say_at = time.monotonic()
+    if servers is None:
+        addresses = flags.server_addresses
+    else:
+        addresses = servers.addresses
+        say_at += SAY_WAITING_S  # Their own words come first.
+    for address in itertools.cycle(addresses):
+        if stop.received is not None:
+            return None
+        if servers is not None:
+            servers.check()
+            if time.monotonic() - began > flags.stall_timeout_s:
+                raise TimeoutError(
+                    f"no environment server was ready within {flags.stall_timeout_s:g} "
+                    "s (--stall_timeout_s). Does the environment start by itself?"
+                )
+        try:
+            raw = libtorchbeast.describe(
+                address, info_keys=flags.info_keys, timeout_s=DESCRIBE_S
+            )
+            return wire.decode_welcome(raw)
+        except libtorchbeast.ServerUnavailable as error:
+            if time.monotonic() > say_at:
+                say_at = time.monotonic() + SAY_WAITING_S
+                log.info("Waiting for an environment server: %s", error)
+        except libtorchbeast.ServerMismatch as error:
+            raise ConfigError(str(error)) from error
+        except wire.WireError as error:
+            raise ConfigError(f"{address}: {error}") from error
+    raise AssertionError("no addresses")
+
+
+def train(flags: argparse.Namespace) -> Exit:
+    """Train until --total_steps, a signal or a failure; a checkpoint is left behind."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(metrics.setup_logging(None))
+        stop = stack.enter_context(StopSignal())
+        servers = None
+        if flags.server_addresses is None:
+            servers = stack.enter_context(LocalServers(flags))
+        welcome = greet(flags, servers, stop)
+        if welcome is None:
+            return Exit.STOPPED
+        check_welcome(flags, welcome)
+        if flags.env not in (None, welcome.env):
+            raise ConfigError(
+                f"--env is {flags.env} but the servers serve {welcome.env}. Leave "
+                "--env out, or start the servers with it."
+            )
+        flags = argparse.Namespace(**{**vars(flags), "env": welcome.env})
+        return train_with(flags, servers, welcome, stop)
+
+
+def train_with(
+    flags: argparse.Namespace,
+    servers: LocalServers | None,
+    welcome: wire.Welcome,
+    stop: StopSignal,
+) -> Exit:
+    """Train on what the servers serve, in a run's folder."""
+    run_dir = metrics.prepare_run_dir(Path(flags.savedir), flags.xpid)
+    with metrics.setup_logging(run_dir):
+        keep_freed_memory()
+        recorded = (
+            metrics.read_meta(run_dir) if (run_dir / "meta.json").exists() else {}
+        )
+        if flags.seed is None:
+            flags.seed = recorded.get("flags", {}).get("seed", secrets.randbelow(2**31))
+        seed_rng(flags.seed)
+        spaces = Spaces(welcome.observation, welcome.action)
+        learner = create_learner(flags, spaces)
+        run = Run(flags, run_dir, learner, frames_per_step=welcome.frames_per_step)
+        found = run.resume()
+        describe(flags, run_dir, welcome, learner)
+        if learner.finished():
+            log.info(
+                "Nothing to do: run %s is at step %d of --total_steps %d.",
+                flags.xpid,
+                learner.step,
+                flags.total_steps,
+            )
+            return Exit.DONE
+        # Environments of this start must not replay the games of the starts before it.
+        first_incarnation = len(recorded.get("starts", [])) << 16
+        addresses = pool_addresses(flags, servers, welcome)
+        metrics.write_meta(
+            run_dir,
+            flags=vars(flags),
+            extra={
+                "step": learner.step,
+                "first_env_seeds": [
+                    environment.env_seed(flags.seed, i, first_incarnation, 0)
+                    for i in range(len(addresses) * welcome.num_envs)
+                ],
+            },
+        )
+        with run.open(resumed=found is not None):
+            train_async(run, servers, addresses, first_incarnation, stop)
+        if stop.received is not None and not learner.finished():
+            log.info(
+                "Stopped by %s at step %d. The same command goes on from there.",
+                stop.received.name,
+                learner.step,
+            )
+            return Exit.STOPPED
+        log.info("Done: %d steps.", learner.step)
+        return Exit.DONE
+
+
+def pool_addresses(
+    flags: argparse.Namespace, servers: LocalServers | None, welcome: wire.Welcome
+) -> list[str]:
+    """Return one address for each stream."""
+    addresses = flags.server_addresses if servers is None else servers.addresses
+    return [a for a in addresses for _ in range(welcome.num_streams)]
+
+
+def check_welcome(flags: argparse.Namespace, welcome: wire.Welcome) -> None:
+    """Refuse a batch that the servers' streams cannot fill exactly."""
+    B, K = flags.batch_size, welcome.num_envs
+    if B % K:
+        raise ConfigError(
+            f"--batch_size is {B} but must be a multiple of the servers' "
+            f"--envs_per_stream ({K}): a stream makes {K} rollouts at a time. Try "
+            f"--batch_size {-(-B // K) * K}, or start the servers with another "
+            "--envs_per_stream."
+        )
+
+
+def describe(
+    flags: argparse.Namespace, run_dir: Path, welcome: wire.Welcome, learner: Learner
+) -> None:
+    """Say at the start what is about to run."""
+    num = sum(p.numel() for p in learner.net.parameters())
+    log.info("Run %s in %s, seed %d", flags.xpid, run_dir, flags.seed)
+    log.info("Environment %s: %s, %s", welcome.env, welcome.observation, welcome.action)
+    log.info(
+        "Network %s, %d parameters, learning on %s, acting on %s",
+        type(learner.net.torso).__name__ + (" + LSTM" if flags.use_lstm else ""),
+        num,
+        flags.learner_device,
+        flags.actor_device,
+    )
+
+
+def train_async(
+    run: Run,
+    servers: LocalServers | None,
+    addresses: Sequence[str],
+    first_incarnation: int,
+    stop: StopSignal,
+) -> None:
+    """Train with the actor pool, inference and learner threads; this one watches."""
+    flags, learner = run.flags, run.learner
+    page_locked = any(d.startswith("cuda") for d in devices(flags))
+    allocate = allocate_page_locked if page_locked else None
+    learner_queue = libtorchbeast.BatchingQueue(
+        batch_dim=1,
+        minimum_batch_size=flags.batch_size,
+        maximum_batch_size=flags.batch_size,
+        check_inputs=True,
+        maximum_queue_size=flags.max_learner_queue_size,
+        allocate=allocate,
+    )
+    # No minimum and no waiting: what is there makes a batch, stragglers the next one.
+    inference_batcher = libtorchbeast.DynamicBatcher(
+        batch_dim=1,
+        minimum_batch_size=1,
+        maximum_batch_size=MAX_INFERENCE_BATCH,
+        timeout_ms=None,
+        check_outputs=True,
+        allocate=allocate,
+    )
+    actors = libtorchbeast.ActorPool(
+        unroll_length=flags.unroll_length,
+        learner_queue=learner_queue,
+        inference_batcher=inference_batcher,
+        env_server_addresses=addresses,
+        initial_agent_state=learner.net.initial_state(batch_size=1),
+        named_rows=True,
+        inference_keys=NET_INPUTS,
+        info_keys=flags.info_keys,
+        seed=flags.seed,
+        run_id=flags.xpid,
+        first_incarnation=first_incarnation,
+    )
+    weights = Weights(learner.net, flags.actor_device)
+    weights.publish(learner.net, learner.updates)
+    nets = [
+        copy.deepcopy(learner.net).to(flags.actor_device)
+        for _ in range(flags.num_inference_threads)
+    ]
+    num_threads = torch.get_num_threads()
+    watchdog = Watchdog(flags.stall_timeout_s)
+    threads: dict[str, concurrent.futures.Future] = {}
+    with contextlib.ExitStack() as stack:
+        trace = None
+        if flags.write_profiler_trace:
+            trace = stack.enter_context(Trace(run.run_dir / "trace.json"))
+        try:
+            for i, net in enumerate(nets):
+                threads[f"inference-{i}"] = start_thread(
+                    f"inference-{i}", inference, flags, net, weights, inference_batcher
+                )
+            for i in range(flags.num_learner_threads):
+                threads[f"learner-{i}"] = start_thread(
+                    f"learner-{i}",
+                    learn_loop,
+                    flags,
+                    learner,
+                    weights,
+                    learner_queue,
+                    num_threads,
+                )
+            # The last one, because it fails too when inference does.
+            threads["actors"] = start_thread("actors", run_actors, actors)
+            run.log({})
+            while stop.received is None and not learner.finished():
+                concurrent.futures.wait(
+                    threads.values(), TICK_S, concurrent.futures.FIRST_COMPLETED
+                )
+                raise_failures(threads)
+                if servers is not None:
+                    servers.check()
+                for event in actors.take_events():
+                    log.warning("%s", event)
+                run.tick(pool_stats(actors, learner_queue))
+                if trace is not None:
+                    trace.tick(learner.updates)
+                watchdog.progress(f"step {learner.step}")
+        finally:
+            watchdog.close()
+            actors.stop()
+            inference_batcher.close()
+            learner_queue.close()
+            join_threads(threads, JOIN_S)
+    raise_failures(threads)  # A failure of the last moment is one, too.
+    run.log(pool_stats(actors, learner_queue))  # Now that the last update is done.
+
+
+def run_actors(actors: libtorchbeast.ActorPool) -> None:
+    """Receive rows and send actions until the pool is stopped. One thread."""
+    try:
+        actors.run()
+    except libtorchbeast.ServerMismatch as error:
+        raise ConfigError(str(error)) from error
+
+
+def raise_failures(threads: Mapping[str, concurrent.futures.Future]) -> None:
+    for thread in threads.values():
+        if thread.done():
+            thread.result()  # Raises what the thread died of.
+
+
+def devices(flags: argparse.Namespace) -> tuple[str, str]:
+    return flags.learner_device, flags.actor_device
+
+
+def allocate_page_locked(num_bytes: int) -> torch.Tensor:
+    """Return memory that a GPU copies from while the CPU goes on."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def pool_stats(
+    actors: libtorchbeast.ActorPool, learner_queue: libtorchbeast.BatchingQueue
+) -> dict[str, Any]:
+    """Return the log's columns about actors."""
+    stats = actors.stats()
+    row = {
+        "streams": stats["connected"],
+        "reconnects": stats["reconnects"],
+        "steps_discarded": stats["discarded"],
+        "learner_queue": learner_queue.size(),
+    }
+    if stats["batch_fill"]:
+        row["inference_batch"] = stats["batch_fill"]
+    served = [server for server in stats["addresses"].values() if server["steps"]]
+    if served:
+        row["env_step_p50_ms"] = median(server["p50_ms"] for server in served)
+        row["env_step_p99_ms"] = max(server["p99_ms"] for server in served)
+    return row
+
+
+class Trace:
+    """Traces some updates, for chrome://tracing or ui.perfetto.dev. Context manager.
+
+    Seen are inference and learner threads, not the actor pool's, which run no torch.
+    All methods are for the main thread: a profiler belongs to the one that started it.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._begin: int | None = None  # The first update to trace.
+        self._is_running = False
+        self._profiler: torch.profiler.profile | None = torch.profiler.profile(
+            experimental_config=torch.profiler._ExperimentalConfig(
+                profile_all_threads=True
+            )
+        )
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_running:
+            self._write()
+        elif self._profiler is not None:
+            log.warning("Too few updates for a trace: %s not written", self._path)
+
+    def tick(self, updates: int) -> None:
+        """Begin or end the trace if it is time."""
+        if self._profiler is None:
+            return
+        if self._begin is None:
+            self._begin = updates + UNTRACED_UPDATES
+        if self._is_running and updates >= self._begin + TRACED_UPDATES:
+            self._write()
+        elif not self._is_running and updates >= self._begin:
+            self._begin = updates
+            self._profiler.start()
+            self._is_running = True
+
+    def _write(self) -> None:
+        assert self._profiler is not None
+        self._profiler.stop()
+        self._is_running = False
+        self._profiler.export_chrome_trace(str(self._path))
+        self._profiler = None  # With all that it has recorded.
+        log.info("Wrote %s", self._path)
+
+
+# ------------------------------------------------------------------------------ test
+
+
+def test(flags: argparse.Namespace) -> Exit:
+    """Play --num_episodes full games with a run's newest checkpoint; report returns."""
+
+    def policy(net: Net) -> evaluation.Policy:
+        @torch.inference_mode()
+        def act(row: Nest, state: Any) -> tuple[np.ndarray, Any]:
+            rows = map_nest(
+                lambda x: torch.from_numpy(x).unsqueeze(0),
+                {key: row[key] for key in NET_INPUTS},
+            )
+            outputs, state = net(rows, state)
+            action = sample_action(outputs["policy_logits"], greedy=flags.greedy)
+            return action[0].numpy() + net.first_action, state
+
+        return act
+
+    evaluation.test_run(
+        flags,
+        create_env=lambda render_mode: polybeast_env.create_env(flags, render_mode),
+        create_net=lambda obs, action: create_net(flags, Spaces(obs, action)),
+        policy=policy,
+    )
+    return Exit.DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_program(parse_flags, train, test, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

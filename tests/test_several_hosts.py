@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One learner and env servers on two other hosts, which network namespaces play.
+
+Seen red: with both cables cut, with a cable that is never mended, with servers that
+play other actions than they are told, and with a Hosts that does not clean up.
+"""
+
+import os
+import shutil
+import subprocess
+
+import psutil
+import pytest
+
+from examples import several_hosts
+from tests.conftest import wait_until
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_namespaces():
+    if shutil.which("ip") is None:
+        pytest.skip("needs the program ip (Debian: apt install iproute2)")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    name = f"torchbeast-{os.getpid()}-probe"
+    try:
+        ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"may not make network namespaces: {error.stderr.strip()}")
+    try:
+        ip("netns", "exec", name, "true")
+        ip("-n", name, *"link add cable0 type veth peer name cable1".split())
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"may not use network namespaces: {error.stderr.strip()}")
+    finally:
+        ip("netns", "delete", name)
+
+
+def ip(*args):
+    return subprocess.run(
+        ["ip", *args], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def namespaces():
+    return [n for n in ip("netns", "list").split() if f"torchbeast-{os.getpid()}" in n]
+
+
+def processes(hosts):
+    pids = [ip("netns", "pids", host).split() for host in (hosts.learner, *hosts.envs)]
+    return [psutil.Process(int(pid)) for part in pids for pid in part]
+
+
+def none_runs(processes):
+    return not any(process.is_running() for process in processes)
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_a_host_is_cut_off_and_the_host_comes_back(tmp_path):
+    with several_hosts.Hosts() as hosts:
+        experiment = several_hosts.Experiment(hosts, tmp_path)
+        experiment.run()
+        running = processes(hosts)
+        assert len(running) >= 5  # The learner; two supervisors and their servers.
+        assert experiment.stop() == [several_hosts.STOPPED, 0, 0]
+    first, *cut = [m for m in experiment.moments if m.cable0 == "cut"]
+    assert cut[-1].time_s - first.time_s >= several_hosts.CUT_S / 2
+    assert [m.received[0] for m in cut] == [0] * len(cut)
+    assert experiment.steps_during_cut() > 0
+    last = experiment.moments[-1]
+    assert last.cable0 == "mended"
+    assert last.streams == 2 * several_hosts.STREAMS_PER_HOST
+    assert min(last.received) >= several_hosts.ROWS_BYTES
+    assert last.mean_return >= 0.95
+    assert namespaces() == []
+    assert none_runs(running)
+
+
+def test_a_failure_leaves_no_namespace_and_no_process():
+    running = []
+
+    def fail():
+        with several_hosts.Hosts() as hosts:
+            server = hosts.start(hosts.envs[0], "polybeast_env", "--num_servers", "1")
+            wait_until(lambda: psutil.Process(server.pid).children())
+            running.extend(processes(hosts))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(running) == 2
+    assert namespaces() == []
+    wait_until(lambda: none_runs(running))  # The child hears of the parent's end.
+
+
+def test_hosts_that_cannot_be_made_leave_no_namespace():
+    hosts = several_hosts.Hosts()
+    ip("netns", "add", hosts.envs[1])  # Somebody else has that name.
+    try:
+        with pytest.raises(subprocess.CalledProcessError), hosts:
+            pass
+        assert namespaces() == [hosts.envs[1]]
+    finally:
+        ip("netns", "delete", hosts.envs[1])
