@@ -165,11 +165,13 @@ def measure_part(
     }
 
 
-def measure_whole(whole_s: float, argv: list[str]) -> dict[str, float]:
-    """Run monobeast for a while; return its rate after the warm-up, and peak memory."""
+def measure_whole(
+    whole_s: float, argv: list[str], program: str = "monobeast"
+) -> dict[str, float]:
+    """Run a trainer for a while; return its rate after the warm-up, and peak memory."""
     with tempfile.TemporaryDirectory() as savedir:
         child = subprocess.Popen(
-            [sys.executable, "-m", "monobeast", "--savedir", savedir, "--xpid", "speed"]
+            [sys.executable, "-m", program, "--savedir", savedir, "--xpid", "speed"]
             + ["--disable_checkpoint", "--log_interval_s", "1", *argv],
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -187,18 +189,25 @@ def measure_whole(whole_s: float, argv: list[str]) -> dict[str, float]:
         rows = read_progress(Path(savedir))
     warm = [row for row in rows if row[0] >= WARM_UP_S]
     if len(warm) < 2:
-        raise RuntimeError(f"monobeast ended with {child.returncode} after {rows[-1:]}")
-    (t0, s0), (t1, s1) = warm[0], warm[-1]
-    return {"sps": (s1 - s0) / (t1 - t0), "peak_mb": peak / 2**20}
+        raise RuntimeError(f"{program} ended with {child.returncode} after {rows[-1:]}")
+    (t0, s0, _), (t1, s1, _) = warm[0], warm[-1]
+    return {
+        "sps": (s1 - s0) / (t1 - t0),
+        "peak_mb": peak / 2**20,
+        "learner_busy": statistics.fmean(busy for _, _, busy in warm if busy == busy),
+    }
 
 
-def read_progress(savedir: Path) -> list[tuple[float, int]]:
-    """Return (seconds, steps) of each row of the log so far."""
+def read_progress(savedir: Path) -> list[tuple[float, int, float]]:
+    """Return (seconds, steps, learner_busy) of each row of the log so far."""
     path = savedir / "speed" / "logs.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [(float(r["time_s"]), int(r["step"])) for r in csv.DictReader(file)]
+        return [
+            (float(r["time_s"]), int(r["step"]), float(r["learner_busy"] or "nan"))
+            for r in csv.DictReader(file)
+        ]
 
 
 def tree_pss(pid: int) -> int:

@@ -4,7 +4,9 @@
     python -m tools.plot results/pong-2cores
 
 writes curve.png beside the data: mean return of the last 100 full games against agent
-steps. Several folders, each a seed, go into one figure: `--out figure.png`.
+steps. Several folders go into one figure: `--out figure.png`. With `--seeds`, folders
+that differ in what follows the last "-" of their names are seeds of one thing, and get
+one colour.
 """
 
 import argparse
@@ -35,15 +37,22 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, help="folders with a logs.csv")
     parser.add_argument("--out", type=Path, help="default: curve.png in the first one")
     parser.add_argument("--title", default="")
+    parser.add_argument("--seeds", action="store_true", help="see above")
     args = parser.parse_args()
 
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    colours: dict[str, str] = {}
     for folder in args.folders:
         steps, returns, hours = read_curve(folder)
+        group = folder.name.rpartition("-")[0] if args.seeds else folder.name
+        is_new = group not in colours
+        colours.setdefault(group, f"C{len(colours)}")
+        label = group if args.seeds else f"{group}, {hours:.1f} h"
         axes.plot(
             [step / 1e6 for step in steps],
             returns,
-            label=f"{folder.name}, {hours:.1f} h",
+            color=colours[group],
+            label=label if is_new else None,
         )
     axes.set_xlabel("million agent steps")
     axes.set_ylabel("return, last 100 full games")

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step costs on its way from an environment to the learner, without learning.
+
+    python -m benchmarks.transport
+
+A mock environment gives a constant observation of 28 KB (84x84x4 uint8), a mock agent a
+constant action. One environment server process, one learner process that runs the whole
+data path (actor pool, dynamic batching, rollouts, learner batches), a unix socket. In
+turns with it runs a bare echo: the same bytes as one gRPC message from a grpcio server
+as it comes, answered at once by a C++ client that looks at nothing
+(benchmarks/echo_client.cc).
+
+The table has environment steps per second, CPU time per step of both processes
+together, and the ratio of the rates; medians of `--repeats`. Raw figures: `--out`.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import psutil
+
+from core import spaces
+from core.spaces import Nest, map_nest
+from core.supervise import num_cores
+
+ROOT = Path(__file__).parent.parent
+T, B = 20, 64
+WARM_UP_S = 1.5
+MAX_ENVS = 512  # More take GB of rollouts.
+SHAPE = (84, 84, 4)
+EXTRA_BYTES = 30  # Of a row besides the observation, about.
+
+
+class MockEnvironments:
+    """K environments whose every row is the same: it is written once, by `reset`."""
+
+    def __init__(self, num_envs: int, *, info_keys: tuple[str, ...] = (), **_: Any):
+        self.observation_space = gym.spaces.Box(0, 255, SHAPE, np.uint8)
+        self.action_space = gym.spaces.Discrete(6)
+        self.row_spec = spaces.row_spec(
+            self.observation_space, self.action_space, info_keys
+        )
+        self._row: Nest = map_nest(
+            lambda s: np.ones((num_envs, *s.shape), s.dtype), self.row_spec
+        )
+        self._row["done"][...] = self._row["truncated"][...] = False
+
+    def reset(self, rows: Nest) -> None:
+        map_nest(np.copyto, rows, self._row)
+
+    def step(self, actions: Nest, rows: Nest) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def serve(address: str, K: int, streams: int) -> None:
+    """Serve mock environments as polybeast_env would."""
+    from core import env_server  # Not in the learner's process: it sets up gRPC.
+
+    env_server.Server(
+        MockEnvironments,
+        address,
+        num_envs=K,
+        num_streams=streams,
+        name="mock",
+        vector=True,
+    ).run()
+
+
+def serve_echo(address: str, K: int, streams: int) -> None:
+    """Serve the same bytes, and nothing else."""
+    import grpc
+
+    def stream(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        # In memory of its own, as each stream's observations are.
+        payload = b"\1" * int(K * (np.prod(SHAPE) + EXTRA_BYTES))
+        for _ in requests:
+            yield payload
+
+    server = grpc.server(futures.ThreadPoolExecutor(streams))
+    handler = grpc.stream_stream_rpc_method_handler(stream)
+    server.add_generic_rpc_handlers(
+        [
+            grpc.method_handlers_generic_handler(
+                "torchbeast.EnvServer", {"Stream": handler}
+            )
+        ]
+    )
+    server.add_insecure_port(address)
+    server.start()
+    server.wait_for_termination()
+
+
+def learn(address: str, streams: int, seconds: float) -> None:
+    """Run the learner's data path; print steps, wall and CPU seconds."""
+    import torch
+
+    import libtorchbeast
+    import nest
+    import polybeast
+
+    queue = libtorchbeast.BatchingQueue(
+        minimum_batch_size=B, maximum_batch_size=B, maximum_queue_size=B
+    )
+    batcher = libtorchbeast.DynamicBatcher(timeout_ms=None)
+    actors = libtorchbeast.ActorPool(
+        T,
+        queue,
+        batcher,
+        [address] * streams,
+        (),
+        named_rows=True,
+        inference_keys=polybeast.NET_INPUTS,
+    )
+    outputs: dict[int, Any] = {}
+
+    def act() -> None:
+        for batch in batcher:
+            rows, state = batch.get_inputs()
+            n = rows["done"].shape[1]
+            if n not in outputs:
+                outputs[n] = {
+                    "action": torch.ones(1, n, dtype=torch.int64),
+                    "policy_logits": torch.zeros(1, n, 6),
+                    "baseline": torch.zeros(1, n),
+                    "policy_version": torch.zeros(1, n, dtype=torch.int64),
+                }
+            batch.set_outputs((outputs[n], state))
+
+    def consume() -> None:
+        for batch in queue:
+            nest.front(batch)
+
+    threads = [threading.Thread(target=f) for f in (act, consume, actors.run)]
+    for thread in threads:
+        thread.start()
+    while actors.count() == 0:
+        time.sleep(0.01)
+    time.sleep(WARM_UP_S)
+    print("begin", flush=True)
+    steps, wall, cpu = actors.count(), time.perf_counter(), time.process_time()
+    time.sleep(seconds)
+    print(
+        actors.count() - steps,
+        time.perf_counter() - wall,
+        time.process_time() - cpu,
+        flush=True,
+    )
+    actors.stop()
+    batcher.close()
+    queue.close()
+    for thread in threads:
+        thread.join()
+
+
+@contextlib.contextmanager
+def child(kind: str, *args: object) -> Iterator[psutil.Process]:
+    """Run one of this file's servers in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.transport", "--run", kind]
+    with subprocess.Popen([*command, *map(str, args)]) as process:
+        try:
+            yield psutil.Process(process.pid)
+        finally:
+            process.kill()
+
+
+def measure(
+    what: str, K: int, streams: int, seconds: float, echo_client: Path
+) -> dict[str, float]:
+    """Measure the data path or the echo once."""
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"unix:{folder}/s"
+        server_kind = "serve" if what == "data path" else "echo"
+        with child(server_kind, address, K, streams) as server:
+            while not Path(folder, "s").exists():
+                time.sleep(0.01)
+            if what == "data path":
+                command = [sys.executable, "-m", "benchmarks.transport", "--run"]
+                command += ["learn", address, str(streams), str(seconds)]
+            else:
+                command = [str(echo_client), str(seconds), str(streams), address]
+            client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert client.stdout is not None
+            client.stdout.readline()  # "begin", when it has warmed up.
+            server_cpu = -sum(server.cpu_times()[:2])
+            result = client.stdout.readline()
+            server_cpu += sum(server.cpu_times()[:2])
+            if client.wait() != 0:
+                raise RuntimeError(f"{command} ended with {client.returncode}")
+    messages, wall_s, client_cpu = map(float, result.split())
+    steps = messages if what == "data path" else messages * K
+    return {
+        "sps": steps / wall_s,
+        "client_us": 1e6 * client_cpu / steps,
+        "server_us": 1e6 * server_cpu / steps,
+    }
+
+
+def compile_echo_client(folder: str) -> Path:
+    program = Path(folder, "echo_client")
+    flags = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "grpc++"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    sources = [ROOT / "benchmarks/echo_client.cc", ROOT / "csrc/transport_grpc.cc"]
+    sources += [ROOT / "csrc/array.cc"]
+    subprocess.run(
+        ["c++", "-std=c++20", "-O2", *sources, "-o", program, *flags], check=True
+    )
+    return program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument(
+        "--envs_per_stream", type=int, nargs="+", default=[1, 4, 16, 64]
+    )
+    parser.add_argument("--streams", type=int, nargs="+", default=(1, 2, 4, 16, 64))
+    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    flags = parser.parse_args()
+    measured = []
+    with tempfile.TemporaryDirectory() as folder:
+        echo_client = compile_echo_client(folder)
+        print(f"{num_cores()} cores. us: CPU microseconds per step, learner + server.")
+        print(
+            f"{'K':>3}{'streams':>8}{'steps/s':>10}{'us':>15}{'echo/s':>10}{'us':>15}"
+            f"{'ratio':>8}"
+        )
+        for K in flags.envs_per_stream:
+            for streams in flags.streams:
+                if K * streams > MAX_ENVS:
+                    continue
+                runs: dict[str, list[dict[str, float]]] = {"data path": [], "echo": []}
+                for _ in range(flags.repeats):
+                    for what, results in runs.items():
+                        results.append(
+                            measure(what, K, streams, flags.seconds, echo_client)
+                        )
+                measured.append({"K": K, "streams": streams, **runs})
+                print(row_of(K, streams, runs), flush=True)
+    if flags.out:
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"cores": num_cores(), "T": T, "B": B, "measured": measured}
+        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def row_of(K: int, streams: int, runs: dict[str, list[dict[str, float]]]) -> str:
+    def median(what: str, key: str) -> float:
+        return statistics.median(run[key] for run in runs[what])
+
+    text = f"{K:3}{streams:8}"
+    for what in runs:
+        learner, server = median(what, "client_us"), median(what, "server_us")
+        cost = f"{learner:.0f} + {server:.0f}"
+        text += f"{median(what, 'sps'):10.0f}{cost:>15}"
+    ratio = median("data path", "sps") / median("echo", "sps")
+    return f"{text}{ratio:8.2f}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        kind, *args = sys.argv[2:]
+        if kind == "learn":
+            learn(args[0], int(args[1]), float(args[2]))
+        else:
+            run = serve if kind == "serve" else serve_echo
+            run(args[0], int(args[1]), int(args[2]))
+    else:
+        main()
