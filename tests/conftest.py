@@ -2,11 +2,11 @@
 """Shared helpers: deadlines, and the trainers as processes that start in no time."""
 
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from core.supervise import start_thread
 
 DEADLINE_S = 60.0  # For anything awaited; a test that needs it all has failed.
 POLL_S = 0.005
@@ -140,17 +142,4 @@ def start_for_module(_context, tmp_path_factory):
 @pytest.fixture
 def background() -> Callable[..., futures.Future]:
     """Call something in a daemon thread; the Future has its result or exception."""
-
-    def start(function: Callable, *args: object) -> futures.Future:
-        future: futures.Future = futures.Future()
-
-        def run():
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return future
-
-    return start
+    return functools.partial(start_thread, "background")

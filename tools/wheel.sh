@@ -31,7 +31,7 @@ import nest
 
 try:
     libtorchbeast.describe("unix:/nowhere/torchbeast.sock", timeout_s=0.1)
-except RuntimeError as error:  # As far as one comes without a server.
+except libtorchbeast.ServerUnavailable as error:  # As far as one comes without a server.
     assert "/nowhere/torchbeast.sock" in str(error), error
 loaded = set(re.findall(r"/\S+\.so\S*", Path("/proc/self/maps").read_text()))
 grpc = [path for path in loaded if re.search("grpc|gpr|absl|upb|cares|re2", path)]
