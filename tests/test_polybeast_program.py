@@ -454,6 +454,21 @@ def test_servers_of_another_environment_are_refused_with_both_names(
     assert not run_dir.exists()
 
 
+def test_servers_that_differ_end_the_run_with_a_checkpoint(
+    train, serve, run_dir, folder
+):
+    for env in ("Catch", "Memory"):
+        address = f"unix:{folder}/{env}"
+        serve("--env", env, "--server_address", address, "--num_servers", 1)
+    both = f"unix:{folder}/Catch,unix:{folder}/Memory"
+    program = train("--server_addresses", both, "--total_steps", ENDLESS)
+    assert program.wait() == 78, program.text()
+    last = program.text().splitlines()[-1]
+    assert f"unix:{folder}/" in last and "this server differs" in last
+    assert "'Catch'" in last and "'Memory'" in last
+    assert load(run_dir).step >= 0
+
+
 def test_frames_are_counted_as_the_servers_say(train, run_dir, folder):
     server = env_server.Server(Catch, f"unix:{folder}/s", num_envs=4, frames_per_step=3)
     server.start()
