@@ -81,10 +81,7 @@ JOIN_S = 30.0  # An update of the largest batch on one core, with room.
 DESCRIBE_S = 2.0  # For a server to say what it serves; asked again until one does.
 SERVERS_EXIT_S = 3.0  # For local servers' goodbyes; then they are killed.
 SAY_WAITING_S = 10.0
-# Of the local servers. While one half of a server's environments waits for actions the
-# other half steps.
-ENVS_PER_STREAM = 8
-STREAMS_PER_SERVER = 2
+ENVS_PER_STREAM = 8  # Of the local servers.
 MAX_INFERENCE_BATCH = 1024
 UNTRACED_UPDATES = 5  # The first ones are slower.
 TRACED_UPDATES = 3
@@ -133,8 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
     inference.add_argument(
         "--num_inference_threads",
         type=whole(1),
-        default=2,
-        help="threads that choose actions, each with a copy of the network",
+        help="threads that choose actions, each with a copy of the network. Default: 2 "
+        "on a GPU, where one copies while the other computes; else one for 4 cores",
     )
     inference.add_argument(
         "--actor_device",
@@ -177,6 +174,10 @@ def check_flags(
         flags.max_learner_queue_size = flags.batch_size
     for name in ("learner_device", "actor_device"):
         check_device(parser, flags, name)
+    if flags.num_inference_threads is None:
+        # Fewer on the CPU: threads that run small operations fight over Python's lock.
+        on_cpu = flags.actor_device.startswith("cpu")
+        flags.num_inference_threads = max(1, num_cores() // 4) if on_cpu else 2
     if flags.server_addresses is not None:
         for name in (*core.flags.SERVER_FLAGS, "num_actors", "pipes_basename"):
             # The servers know what they serve; --env, where given, must agree.
@@ -236,7 +237,9 @@ def set_num_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) 
     if flags.envs_per_stream is None:
         flags.envs_per_stream = ENVS_PER_STREAM
     if flags.streams_per_server is None:
-        flags.streams_per_server = STREAMS_PER_SERVER
+        # While a GPU acts for one half of a server's environments the other half steps.
+        # A CPU that acts for all is busy anyway, and has a cache to keep warm.
+        flags.streams_per_server = 1 if flags.actor_device.startswith("cpu") else 2
     per_server = flags.streams_per_server * flags.envs_per_stream
     if flags.num_servers is None:
         flags.num_servers = num_cores() if A is None else max(1, A // per_server)
@@ -261,6 +264,7 @@ class Net(nn.Module):
 
     As in the paper, the core sees the torso's features, the last action (one-hot) and
     the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
+    With `bfloat16` the torso computes in that type; weights and the rest stay float32.
 
     Raises:
       ConfigError: the model does not fit the spaces.
@@ -274,6 +278,7 @@ class Net(nn.Module):
         model: str = "auto",
         use_lstm: bool = False,
         clip_rewards: bool = True,
+        bfloat16: bool = False,
     ):
         super().__init__()
         if not isinstance(action_space, gym.spaces.Discrete):
@@ -288,6 +293,7 @@ class Net(nn.Module):
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
         self.clip_rewards = clip_rewards
+        self.bfloat16 = bfloat16
         self.torso = torso(observation_space)
         core_size = self.torso.num_features + self.num_actions + 1
         self.core = create_lstm(core_size, LSTM_SIZE) if use_lstm else None
@@ -315,9 +321,11 @@ class Net(nn.Module):
           policy_logits [T, B, A] and baseline [T, B], and the state after the last row.
         """
         T, B = rows["done"].shape
-        features = self.torso(
-            map_nest(lambda x: x.flatten(0, 1), rows["observation"])
-        )  # [T*B, features]
+        observation = map_nest(lambda x: x.flatten(0, 1), rows["observation"])
+        with torch.autocast(
+            rows["done"].device.type, torch.bfloat16, enabled=self.bfloat16
+        ):
+            features = self.torso(observation).float()  # [T*B, features]
         reward = rows["reward"].clamp(-1, 1) if self.clip_rewards else rows["reward"]
         last_action = F.one_hot(
             rows["last_action"] - self.first_action, self.num_actions
@@ -374,22 +382,24 @@ class ImageTorso(nn.Module):
             )
         assert isinstance(space, gym.spaces.Box)
         self.channels_first = space.shape[0] <= space.shape[-1]
-        self.scale = 1.0 if np.issubdtype(space.dtype, np.floating) else 1 / 255
         C = space.shape[0] if self.channels_first else space.shape[-1]
-        self.convs = make_convs(C).to(memory_format=torch.channels_last)
+        self.convs = make_convs(C)
         with torch.no_grad():
-            flat = self._convolve(torch.zeros(1, *space.shape)).shape[1]
-        self.fc = orthogonal(nn.Linear(flat, size))
+            _, C, H, W = self._convolve(torch.zeros(1, *space.shape)).shape
+        # A linear layer over the whole map. As a convolution oneDNN runs it, on AMD
+        # CPUs twice as fast as MKL runs nn.Linear.
+        self.fc = orthogonal(nn.Conv2d(C, size, kernel_size=(H, W)))
         self.num_features = size
+        self.to(memory_format=torch.channels_last)
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
         if not self.channels_first:
             x = x.movedim(-1, 1)  # [N, C, H, W]
-        x = x.to(torch.float32, memory_format=torch.channels_last) * self.scale
-        return self.convs(x).flatten(1)
+        x = x.contiguous(memory_format=torch.channels_last)  # Bytes move faster.
+        return self.convs(x.float() if x.is_floating_point() else x / 255)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.fc(self._convolve(x)))
+        return F.relu(self.fc(self._convolve(x)).flatten(1))
 
 
 class ShallowTorso(ImageTorso):
@@ -399,11 +409,11 @@ class ShallowTorso(ImageTorso):
         def convs(channels: int) -> nn.Module:
             return nn.Sequential(
                 orthogonal(nn.Conv2d(channels, 32, kernel_size=8, stride=4)),
-                nn.ReLU(),
+                nn.ReLU(inplace=True),
                 orthogonal(nn.Conv2d(32, 64, kernel_size=4, stride=2)),
-                nn.ReLU(),
+                nn.ReLU(inplace=True),
                 orthogonal(nn.Conv2d(64, 64, kernel_size=3, stride=1)),
-                nn.ReLU(),
+                nn.ReLU(inplace=True),
             )
 
         super().__init__(space, convs, 512)
@@ -488,6 +498,7 @@ def create_net(flags: argparse.Namespace, spaces: "Spaces") -> Net:
         model=flags.model,
         use_lstm=flags.use_lstm,
         clip_rewards=flags.reward_clipping == "abs_one",
+        bfloat16=flags.precision == "bfloat16",
     )
 
 
@@ -562,6 +573,7 @@ def inference(
     net: Net,
     weights: Weights,
     inference_batcher: libtorchbeast.DynamicBatcher,
+    busy: metrics.BusyTime,
 ) -> None:
     """Choose actions for all environments that wait, batch after batch.
 
@@ -573,7 +585,10 @@ def inference(
     torch.set_num_threads(1)
     version = -1
     for batch in inference_batcher:
-        with torch.profiler.record_function("inference"):
+        with (
+            torch.profiler.record_function("inference"),
+            busy.measure("inference", workers=flags.num_inference_threads),
+        ):
             version = weights.fetch(net, version)
             rows, agent_state = nest.map(
                 lambda t: t.to(flags.actor_device, non_blocking=True),
@@ -610,6 +625,7 @@ def create_learner(flags: argparse.Namespace, spaces: Spaces) -> Learner:
         alpha=flags.alpha,
         eps=flags.epsilon,
         momentum=flags.momentum,
+        foreach=True,
     )
     return Learner(net, optimizer, flags)
 
@@ -630,7 +646,7 @@ def learn(
     rows, state = nest.map(
         lambda t: t.to(flags.learner_device, non_blocking=True), (batch, agent_state)
     )
-    with learner.lock:
+    with learner.lock, learner.busy.measure("learner"):
         if learner.finished() or learner.failed:
             return  # Another thread did the last update meanwhile.
         parts = []
@@ -656,19 +672,14 @@ def learn_loop(
     learner: Learner,
     weights: Weights,
     learner_queue: libtorchbeast.BatchingQueue,
-    num_threads: int,
 ) -> None:
     """Run one learner thread: take a batch of rollouts, learn, publish the weights."""
-    torch.set_num_threads(num_threads)  # Or it would have as few as inference.
-    asked = time.monotonic()
+    torch.set_num_threads(flags.learner_cores)  # Of this thread.
     for (env_rows, agent_rows), agent_state in learner_queue:
-        came = time.monotonic()
         with torch.profiler.record_function("learn"):
             learn(flags, learner, {**env_rows, **agent_rows}, agent_state)
         with learner.lock:
             weights.publish(learner.net, learner.updates)
-        learner.averages.add(learner_wait=(came - asked) / (time.monotonic() - asked))
-        asked = time.monotonic()
 
 
 # ------------------------------------------------------------------------------- run
@@ -791,6 +802,7 @@ def greet(
 
 def train(flags: argparse.Namespace) -> Exit:
     """Train until --total_steps, a signal or a failure; a checkpoint is left behind."""
+    keep_freed_memory()  # Before there are other threads.
     with contextlib.ExitStack() as stack:
         stack.enter_context(metrics.setup_logging(None))
         stop = stack.enter_context(StopSignal())
@@ -819,7 +831,6 @@ def train_with(
     """Train on what the servers serve, in a run's folder."""
     run_dir = metrics.prepare_run_dir(Path(flags.savedir), flags.xpid)
     with metrics.setup_logging(run_dir):
-        keep_freed_memory()
         recorded = (
             metrics.read_meta(run_dir) if (run_dir / "meta.json").exists() else {}
         )
@@ -828,7 +839,13 @@ def train_with(
         seed_rng(flags.seed)
         spaces = Spaces(welcome.observation, welcome.action)
         learner = create_learner(flags, spaces)
-        run = Run(flags, run_dir, learner, frames_per_step=welcome.frames_per_step)
+        run = Run(
+            flags,
+            run_dir,
+            learner,
+            frames_per_step=welcome.frames_per_step,
+            in_turn=False,
+        )
         found = run.resume()
         describe(flags, run_dir, welcome, learner)
         if learner.finished():
@@ -949,7 +966,9 @@ def train_async(
         copy.deepcopy(learner.net).to(flags.actor_device)
         for _ in range(flags.num_inference_threads)
     ]
-    num_threads = torch.get_num_threads()
+    for net in nets:
+        if net.bfloat16:
+            net.torso.bfloat16()  # Or every forward pass would cast the weights.
     watchdog = Watchdog(flags.stall_timeout_s)
     threads: dict[str, concurrent.futures.Future] = {}
     with contextlib.ExitStack() as stack:
@@ -959,7 +978,13 @@ def train_async(
         try:
             for i, net in enumerate(nets):
                 threads[f"inference-{i}"] = start_thread(
-                    f"inference-{i}", inference, flags, net, weights, inference_batcher
+                    f"inference-{i}",
+                    inference,
+                    flags,
+                    net,
+                    weights,
+                    inference_batcher,
+                    learner.busy,
                 )
             for i in range(flags.num_learner_threads):
                 threads[f"learner-{i}"] = start_thread(
@@ -969,11 +994,11 @@ def train_async(
                     learner,
                     weights,
                     learner_queue,
-                    num_threads,
                 )
             # The last one, because it fails too when inference does.
             threads["actors"] = start_thread("actors", run_actors, actors)
             run.log({})
+            env_s = 0.0
             while stop.received is None and not learner.finished():
                 concurrent.futures.wait(
                     threads.values(), TICK_S, concurrent.futures.FIRST_COMPLETED
@@ -983,7 +1008,11 @@ def train_async(
                     servers.check()
                 for event in actors.take_events():
                     log.warning("%s", event)
-                run.tick(pool_stats(actors, learner_queue))
+                stats = actors.stats()
+                servers_s = [s["env_s"] for s in stats["addresses"].values()]
+                learner.busy.add("env", sum(servers_s) - env_s, workers=len(servers_s))
+                env_s = sum(servers_s)
+                run.tick(pool_stats(stats, learner_queue))
                 if trace is not None:
                     trace.tick(learner.updates)
                 watchdog.progress(f"step {learner.step}")
@@ -994,7 +1023,9 @@ def train_async(
             learner_queue.close()
             join_threads(threads, JOIN_S)
     raise_failures(threads)  # A failure of the last moment is one, too.
-    run.log(pool_stats(actors, learner_queue))  # Now that the last update is done.
+    run.log(
+        pool_stats(actors.stats(), learner_queue)
+    )  # Now that the last update is done.
 
 
 def run_actors(actors: libtorchbeast.ActorPool) -> None:
@@ -1021,10 +1052,9 @@ def allocate_page_locked(num_bytes: int) -> torch.Tensor:
 
 
 def pool_stats(
-    actors: libtorchbeast.ActorPool, learner_queue: libtorchbeast.BatchingQueue
+    stats: Mapping[str, Any], learner_queue: libtorchbeast.BatchingQueue
 ) -> dict[str, Any]:
-    """Return the log's columns about actors."""
-    stats = actors.stats()
+    """Return the log's columns about actors, from the pool's own counters."""
     row = {
         "streams": stats["connected"],
         "reconnects": stats["reconnects"],

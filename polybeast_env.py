@@ -54,6 +54,7 @@ from core.supervise import (
     StopSignal,
     describe_exit,
     exit_with_parent,
+    let_learner_go_first,
     num_cores,
 )
 
@@ -63,8 +64,6 @@ SERVER_ADDRESS = "127.0.0.1:4431"
 ENVS_PER_STREAM = 8
 STREAMS_PER_SERVER = 2
 
-# The learner that started these servers has the same cores, and comes first.
-LOCAL_NICE = 5
 TICK_S = 0.2  # The main loop looks at signals and clocks at least this often.
 STOP_S = 1.5  # For goodbyes and close() when all end; then servers are killed.
 DUMP_S = 0.5  # For a hung server to show its stacks; then it is killed.
@@ -390,7 +389,7 @@ def serve_one(
     faulthandler.enable(sys.__stderr__)
     faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True)
     if flags.with_parent:
-        os.nice(LOCAL_NICE)
+        let_learner_go_first()
     from core import env_server
 
     server = env_server.Server(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from core import vtrace
 from core.spaces import Nest, leaves, map_nest
 
-PIECE_BYTES = 6 * 2**20  # Observations that the CPU learns from at once.
+PIECE_BYTES = 9 * 2**19  # Observations that the CPU learns from at once.
 
 
 class ImpalaLoss(NamedTuple):

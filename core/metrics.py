@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -133,11 +133,23 @@ FIELDS = (
     ),
     Field("policy_lag_max", "updates", "the same, largest since the last row"),
     Field("buffers_full", "count", "rollout buffers waiting for the learner"),
+    Field("learner_busy", "share of time", "that an update is at work"),
     Field(
-        "learner_busy",
+        "inference_busy",
         "share of time",
-        "time the learner threads spend learning, not waiting for rollouts: near 1 "
-        "the learner bounds the run, near 0 the actors do",
+        "that actions are being chosen: by PolyBeast's inference threads, or by "
+        "MonoBeast's actors, which step environments the rest of the time",
+    ),
+    Field(
+        "env_busy",
+        "share of time",
+        "that environments step: until a PolyBeast server has answered, or in "
+        "MonoBeast's actors",
+    ),
+    Field(
+        "gpu_utilization",
+        "share of time",
+        "that the learner's GPU computes; blank without one, or without nvidia-ml-py",
     ),
     Field("actor_restarts", "count", "actors started again after a death, since start"),
     Field(
@@ -230,6 +242,40 @@ def _number(value: Any) -> float | None:
     if value is None or math.isnan(value := float(value)):
         return None
     return value
+
+
+class BusyTime:
+    """What share of the time each stage works, between two log rows. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Both guarded by the lock.
+        self._seconds: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def add(self, stage: str, seconds: float, *, workers: int = 1) -> None:
+        """Count time that one of a stage's workers has worked."""
+        with self._lock:
+            self._seconds[stage] = self._seconds.get(stage, 0) + seconds / workers
+
+    @contextlib.contextmanager
+    def measure(self, stage: str, *, workers: int = 1) -> Iterator[None]:
+        """Count the time that the block takes."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(stage, time.monotonic() - began, workers=workers)
+
+    def pop(self) -> dict[str, float]:
+        """Return each stage's share of the time since the last call, at most 1."""
+        with self._lock:
+            now = time.monotonic()
+            wall = max(now - self._since, 1e-9)
+            shares = {k: min(1.0, s / wall) for k, s in self._seconds.items()}
+            self._seconds = dict.fromkeys(self._seconds, 0.0)
+            self._since = now
+        return shares
 
 
 class EpisodeStats:

@@ -21,9 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -66,6 +65,7 @@ class Learner:
         self.episodes = metrics.EpisodeStats()
         # Between two rows of the log; has a lock of its own.
         self.averages = metrics.Averages()
+        self.busy = metrics.BusyTime()
 
     def finished(self) -> bool:
         return self.step >= self._flags.total_steps
@@ -87,12 +87,15 @@ class Learner:
         flags = self._flags
         for group in self.optimizer.param_groups:
             group["lr"] = flags.learning_rate * (1 - self.step / flags.total_steps)
-        grad_norm = nn.utils.clip_grad_norm_(
+        norm = nn.utils.clip_grad_norm_(
             self.net.parameters(), flags.grad_norm_clipping or float("inf")
         )
-        total_loss = sum(part.total.item() for part in parts)  # Syncs with the device.
+        # Everything the host wants to know, in one read: it waits for the device.
+        table = torch.stack([torch.stack([x.detach() for x in part]) for part in parts])
+        *sums, grad_norm = torch.cat([table.sum(0), norm.view(1)]).tolist()
+        loss = ImpalaLoss(*sums)  # Of the whole batch, as numbers.
         lag = self.updates - batch["policy_version"][1:]
-        if math.isfinite(total_loss) and torch.isfinite(grad_norm):
+        if math.isfinite(loss.total) and math.isfinite(grad_norm):
             self.optimizer.step()
             self.updates += 1
             self.skipped_in_a_row = 0
@@ -101,21 +104,21 @@ class Learner:
             self.skipped_in_a_row += 1
         T, B = batch["done"][1:].shape
         self.step += T * B
-        self._record(parts, grad_norm.item(), batch)
+        self._record(loss, len(parts), grad_norm, batch)
         self.averages.add(policy_lag_mean=lag.mean())
         self.averages.add_max(policy_lag_max=lag.max())
         if self.skipped_in_a_row >= MAX_BAD_UPDATES:
             self.failed = True
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} updates in a row had a loss "
-                f"({total_loss}) or gradient norm ({grad_norm.item()}) that is "
+                f"({loss.total}) or gradient norm ({grad_norm}) that is "
                 f"not finite; {_describe_not_finite(batch)} The weights are as they "
                 "were before. Lower --learning_rate, or check the environment's "
                 "observations."
             )
 
     def _record(
-        self, parts: Sequence[ImpalaLoss], grad_norm: float, batch: Nest
+        self, loss: ImpalaLoss, num_parts: int, grad_norm: float, batch: Nest
     ) -> None:
         rows = map_nest(lambda x: x[1:], batch)  # Row 0 was another rollout's last.
         self.episodes.add_episodes(rows["episode_return"][rows["done"]])
@@ -123,12 +126,12 @@ class Learner:
         ended = ~np.isnan(info["game_return"])
         self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
         self.averages.add(
-            total_loss=sum(part.total.item() for part in parts),
-            pg_loss=sum(part.pg.item() for part in parts),
-            baseline_loss=sum(part.baseline.item() for part in parts),
-            entropy_loss=sum(part.entropy.item() for part in parts),
-            entropy=fmean(part.mean_entropy.item() for part in parts),
-            mean_rho=fmean(part.mean_rho.item() for part in parts),
+            total_loss=loss.total,
+            pg_loss=loss.pg,
+            baseline_loss=loss.baseline,
+            entropy_loss=loss.entropy,
+            entropy=loss.mean_entropy / num_parts,
+            mean_rho=loss.mean_rho / num_parts,
             grad_norm=grad_norm,
         )
         for key in self._flags.info_keys:
@@ -183,12 +186,15 @@ class Run:
         learner: Learner,
         *,
         frames_per_step: int,
+        in_turn: bool,
     ):
+        """Create the run; `in_turn` as `verdict` takes it."""
         self.flags = flags
         self.learner = learner
         self.extra_state: ExtraState = lambda: ({}, {})
         self.run_dir = run_dir
         self._frames_per_step = frames_per_step
+        self._in_turn = in_turn
         self._checkpoints = run_dir / "checkpoints"
         self._earlier_s = 0.0  # Training time before the last resume.
 
@@ -300,21 +306,21 @@ class Run:
                 self._show(row, None)
             return
         row |= {**learner.averages.pop(), **stats}
-        wait = row.pop("learner_wait", None)
-        if wait is not None:
-            row["learner_busy"] = 1 - wait
+        busy = learner.busy.pop()
+        row |= {f"{stage}_busy": share for stage, share in busy.items()}
+        row["gpu_utilization"] = gpu_utilization(learner.net)
         self._log.log(row)
-        self._show(row, wait)
+        self._show(row, verdict(busy, in_turn=self._in_turn))
         self._last_log, self._last_step = now, step
 
-    def _show(self, row: dict[str, Any], wait: float | None) -> None:
+    def _show(self, row: dict[str, Any], verdict: str | None) -> None:
         self._status.update(
             step=row["step"],
             frames=row["frames"],
             sps=row["sps"],
             mean_return=row["mean_episode_return"],
             policy_lag=row.get("policy_lag_mean"),
-            verdict=None if wait is None else verdict(wait),
+            verdict=verdict,
         )
 
     def save(self) -> None:
@@ -360,11 +366,34 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def verdict(learner_wait: float) -> str:
-    """Name what bounds the run, from the share of time the learner threads wait."""
-    if learner_wait > 0.5:
-        return f"actor-bound {learner_wait:.0%}"
-    return f"learner-bound {1 - learner_wait:.0%}"
+def verdict(busy: Mapping[str, float], *, in_turn: bool) -> str | None:
+    """Name the stage that bounds the run: the one that rests least.
+
+    Args:
+      busy: the share of time that "env", "inference" and "learner" work.
+      in_turn: the same workers step environments and choose actions, so that both
+        together are what they are busy with.
+    """
+    if not busy:
+        return None
+    shares = dict(busy)
+    if in_turn and {"env", "inference"} <= shares.keys():
+        acting = shares["env"] + shares["inference"]
+        bound = "env" if shares["env"] >= shares["inference"] else "inference"
+        shares = {"learner": shares.get("learner", 0.0), bound: min(1.0, acting)}
+    stage = max(shares, key=lambda stage: shares[stage])
+    return f"{stage}-bound {shares[stage]:.0%}"
+
+
+def gpu_utilization(net: nn.Module) -> float | None:
+    """Return the share of the last second that the network's GPU computed, if any."""
+    device = next(net.parameters()).device
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # Without nvidia-ml-py, or its driver: as many types as versions.
+        return None
 
 
 def seed_rng(seed: int) -> None:

@@ -288,7 +288,8 @@ def keep_freed_memory() -> None:
     An update frees and allocates the same large tensors each time. By default malloc
     returns those above 32 MB to the kernel at once, and every update pays tens of
     thousands of page faults to have them back: a fifth of its time on the CPU. All
-    threads share one arena so that one pool serves them. No effect without glibc.
+    threads share one arena so that one pool serves them; call this before there are
+    any, for one that has an arena keeps it. No effect without glibc.
     """
     m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
     with contextlib.suppress(OSError, AttributeError):
@@ -296,6 +297,22 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_arena_max, 1)
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+NICE = 5
+
+
+def let_learner_go_first() -> None:
+    """Make this process leave the cores to the learner, where they share them.
+
+    Whoever steps environments can wait for the learner, but a preempted learner leaves
+    cores idle: it may hold what its other threads need. As a batch process this one
+    also never preempts anybody by waking up, which every message would make it do.
+    """
+    os.nice(NICE)
+    if hasattr(os, "sched_setscheduler"):
+        with contextlib.suppress(OSError):  # Some containers forbid it.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def num_cores() -> int:

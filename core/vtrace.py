@@ -78,13 +78,16 @@ def from_importance_weights(
     )
     traces = lambda_ * discounts * rhos.clamp(max=clip_c_threshold)
 
-    # Remark 1: v_t - V(x_t) = delta_t + gamma_t c_t (v_{t+1} - V(x_{t+1})), where the
-    # last step has no second term. The rows are views of `deltas`, which so becomes
-    # v - V in place, with one small kernel per step.
-    rows, trace_rows = deltas.unbind(0), traces.unbind(0)  # T times [B]
-    for t in reversed(range(T - 1)):
-        rows[t].addcmul_(trace_rows[t], rows[t + 1])
-    vs = values + deltas
+    # Remark 1: v_t - V(x_t) = delta_t + gamma_t c_t (v_{t+1} - V(x_{t+1})). Two such
+    # steps are again one of the same form, so log2(T) rounds do what T steps would.
+    # After each, errors[t] has the terms of `span` steps, traces[t] their product.
+    errors, span = deltas, 1
+    while span < T:
+        near = torch.addcmul(errors[:-span], traces[: T - span], errors[span:])
+        errors = torch.cat([near, errors[-span:]])
+        traces = traces[:-span] * traces[span:]
+        span *= 2
+    vs = values + errors
 
     next_vs = torch.cat([vs[1:], bootstrap_value.unsqueeze(0)])
     pg_advantages = _clip(rhos, clip_pg_rho_threshold) * (

@@ -67,13 +67,17 @@ class Histogram {
  public:
   void add(Clock::duration time) {
     const double us = std::chrono::duration<double, std::micro>(time).count();
+    total_s_ += 1e-6 * us;
     const double bucket = us > 1 ? kPerDoubling * std::log2(us) : 0;
     ++counts_[std::min(static_cast<size_t>(bucket), counts_.size() - 1)];
   }
 
   void add(const Histogram& other) {
     for (size_t i = 0; i < counts_.size(); ++i) counts_[i] += other.counts_[i];
+    total_s_ += other.total_s_;
   }
+
+  double total_s() const { return total_s_; }
 
   // The middle of the bucket that `part` of all times do not exceed.
   double quantile_ms(double part) const {
@@ -89,6 +93,7 @@ class Histogram {
  private:
   static constexpr double kPerDoubling = 8;
   std::array<int64_t, 256> counts_ = {};
+  double total_s_ = 0;
 };
 
 bool is_busy(StreamState state) {
@@ -1209,6 +1214,7 @@ PoolStats ActorPool::Impl::stats() const {
   for (size_t i = 0; i < latencies.size(); ++i) {
     stats.addresses[i].p50_ms = latencies[i].quantile_ms(0.50);
     stats.addresses[i].p99_ms = latencies[i].quantile_ms(0.99);
+    stats.addresses[i].env_s = latencies[i].total_s();
   }
   return stats;
 }

@@ -55,6 +55,7 @@ struct AddressStats {
   // From an Action sent to its Step received, over the whole run; within 10 %.
   double p50_ms = 0;
   double p99_ms = 0;
+  double env_s = 0;  // The sum of these times, over all streams.
 };
 
 // Steps are agent steps: rows after the first one of a stream, times K. They

@@ -561,6 +561,7 @@ py::dict to_python(const PoolStats& stats) {
     entry["steps"] = address.steps;
     entry["p50_ms"] = address.p50_ms;
     entry["p99_ms"] = address.p99_ms;
+    entry["env_s"] = address.env_s;
     by_address[py::str(address.address)] = entry;
   }
   py::list states;

@@ -239,8 +239,8 @@ class ActorPool:
           slabs_open: learner batches being filled.
           batch_fill: mean number of environments in an inference batch so far.
           states: what each stream is doing.
-          addresses: by address: streams, connected, steps, and p50_ms and p99_ms of
-            the time from an action sent to its step received.
+          addresses: by address: streams, connected, steps, and of the time from an
+            action sent to its step received p50_ms, p99_ms and env_s, the sum.
         """
     def take_events(self) -> list[str]:
         """Return a line for each failure or reconnection since the last call."""

@@ -14,7 +14,8 @@ CATCH = ["--env", "Catch", "--total_steps", 100_000, "--learning_rate", 0.001]
 MEMORY = ["--env", "Memory", "--total_steps", 25_000, "--learning_rate", 0.001]
 MEMORY += ["--entropy_cost", 0.1]
 SMALL = ["--batch_size", 8, "--epsilon", 0.001, "--seed", 1]
-POLYBEAST = ["--num_servers", 1]  # Two streams of 8 environments.
+# Two streams of 8 environments.
+POLYBEAST = ["--num_servers", 1, "--streams_per_server", 2]
 
 
 @pytest.fixture
@@ -41,6 +42,11 @@ def test_catch_is_learned_by_asynchronous_actors(train):
 
 def test_catch_is_learned_from_environment_servers(train):
     assert train(*CATCH, module="polybeast") >= 0.95
+
+
+@pytest.mark.parametrize("module", ["monobeast", "polybeast"])
+def test_catch_is_learned_in_bfloat16(train, module):
+    assert train(*CATCH, "--precision", "bfloat16", module=module) >= 0.95
 
 
 def test_memory_is_learned_with_a_recurrent_state(train):

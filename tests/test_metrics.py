@@ -27,7 +27,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from core import metrics
+from core import metrics, run
 from core.supervise import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -37,10 +37,52 @@ COLUMNS = (
     "step,frames,time_s,sps,mean_episode_return,mean_episode_step,games,"
     "best_mean_return,mean_life_return,total_loss,pg_loss,baseline_loss,entropy_loss,"
     "entropy,mean_rho,grad_norm,learning_rate,updates,skipped_updates,policy_lag_mean,"
-    "policy_lag_max,buffers_full,learner_busy,actor_restarts,rollouts_discarded,"
+    "policy_lag_max,buffers_full,learner_busy,inference_busy,env_busy,gpu_utilization,"
+    "actor_restarts,rollouts_discarded,"
     "streams,reconnects,steps_discarded,learner_queue,inference_batch,"
     "env_step_p50_ms,env_step_p99_ms,rss_mb"
 ).split(",")
+
+
+def test_busy_time_is_the_share_of_the_time_between_two_rows(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    busy = metrics.BusyTime()
+    with busy.measure("learner"):
+        now += 3
+    with pytest.raises(ValueError), busy.measure("inference", workers=2):
+        now += 1
+        raise ValueError  # Time is time.
+    busy.add("env", 60.0, workers=4)  # Steps that began before the last row.
+    now += 4
+    assert busy.pop() == {"learner": 3 / 8, "inference": 0.5 / 8, "env": 1.0}
+    now += 1
+    busy.add("env", 0.25)
+    assert busy.pop() == {"learner": 0.0, "inference": 0.0, "env": 0.25}
+
+
+@pytest.mark.parametrize(
+    "env, inference, learner, in_turn, expected",
+    [
+        (0.9, 0.3, 0.4, False, "env-bound 90%"),
+        (0.3, 0.71, 0.4, False, "inference-bound 71%"),
+        (0.3, 0.4, 0.98, False, "learner-bound 98%"),
+        # Actors that step 50 % and choose 45 % of the time never rest.
+        (0.5, 0.45, 0.7, False, "learner-bound 70%"),
+        (0.5, 0.45, 0.7, True, "env-bound 95%"),
+        (0.45, 0.5, 0.7, True, "inference-bound 95%"),
+        (0.3, 0.3, 0.7, True, "learner-bound 70%"),
+    ],
+)
+def test_the_verdict_is_the_stage_that_rests_least(
+    env, inference, learner, in_turn, expected
+):
+    busy = {"env": env, "inference": inference, "learner": learner}
+    assert run.verdict(busy, in_turn=in_turn) == expected
+
+
+def test_before_anything_has_worked_there_is_no_verdict():
+    assert run.verdict({}, in_turn=True) is None
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import monobeast
-from core import losses, rollouts
+from core import losses, metrics, rollouts
 from core.spaces import ArraySpec, map_nest
 from core.supervise import start_thread
 from tests.conftest import DEADLINE_S, wait_until
@@ -51,7 +51,12 @@ class Pool:
         )
         self.weights.publish(net.state_dict(), 0)
         self.actors = monobeast.Actors(
-            flags, spaces, self.buffers, self.weights, first_incarnation=0
+            flags,
+            spaces,
+            self.buffers,
+            self.weights,
+            first_incarnation=0,
+            busy=metrics.BusyTime(),
         )
         self.flags = flags
 

@@ -140,14 +140,14 @@ def count(net, kind):
 
 
 def test_the_deep_model_has_the_papers_fifteen_convolutions():
-    net = make_net(ATARI, model="deep")
-    assert count(net, nn.Conv2d) == 15
-    channels = [m.out_channels for m in net.modules() if isinstance(m, nn.Conv2d)]
+    convs = make_net(ATARI, model="deep").torso.convs
+    assert count(convs, nn.Conv2d) == 15
+    channels = [m.out_channels for m in convs.modules() if isinstance(m, nn.Conv2d)]
     assert channels == 5 * [16] + 5 * [32] + 5 * [32]
 
 
 def test_the_shallow_model_is_that_of_nature():
-    convs = [m for m in make_net(ATARI).modules() if isinstance(m, nn.Conv2d)]
+    convs = [m for m in make_net(ATARI).torso.convs if isinstance(m, nn.Conv2d)]
     layers = [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in convs]
     assert layers == [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
 
@@ -164,7 +164,35 @@ def test_the_shallow_model_is_that_of_nature():
 )
 def test_the_size_behind_the_convolutions_is_computed(model, pixels, features):
     space = spaces.Box(0, 255, (4, pixels, pixels), np.uint8)
-    assert make_net(space, model=model).torso.fc.in_features == features
+    assert make_net(space, model=model).torso.fc.weight[0].numel() == features
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("model", ["deep", "shallow", "mlp"])
+def test_bfloat16_is_near_float32_and_stays_in_the_torso(model, use_lstm):
+    space = spaces.Box(0, 255, (4, 40, 48), np.uint8)
+    rows = make_rows(space, spaces.Discrete(A))
+    precise = make_net(space, model=model, use_lstm=use_lstm)
+    fast = make_net(space, model=model, use_lstm=use_lstm, bfloat16=True)
+    acting = make_net(space, model=model, use_lstm=use_lstm, bfloat16=True)
+    for net in (fast, acting):
+        net.load_state_dict(precise.state_dict())
+    acting.torso.bfloat16()  # As actors have it.
+    seen = []
+    for layer in fast.torso.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            layer.register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    state = precise.initial_state(B)
+    expected, _ = precise(rows, state)
+    for net in (fast, acting):
+        outputs, _ = net(rows, state)
+        for key, x in outputs.items():
+            assert x.dtype == torch.float32
+            scale = expected[key].abs().max().item()
+            torch.testing.assert_close(x, expected[key], atol=0.02 * scale, rtol=0)
+    assert set(seen) == {torch.bfloat16}
+    sum(x.sum() for x in fast(rows, state)[0].values()).backward()
+    assert {p.grad.dtype for p in fast.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("model", ["shallow", "deep"])

@@ -18,6 +18,9 @@ import polybeast_env
 from core import metrics
 from core.supervise import Exit, num_cores
 
+# Of the learner's own servers.
+STREAMS = 2 if torch.cuda.is_available() else 1
+
 
 def refusal(argv, capsys):
     """Return what is said of a bad command line, which must exit with status 2."""
@@ -115,13 +118,42 @@ def test_the_defaults_are_the_papers_for_atari():
 def test_defaults_that_depend_on_others_are_filled_in():
     flags = parse("--batch_size 24")
     assert flags.num_servers == num_cores()
-    assert (flags.envs_per_stream, flags.streams_per_server) == (8, 2)
-    assert flags.num_actors == 16 * num_cores()
+    assert (flags.envs_per_stream, flags.streams_per_server) == (8, STREAMS)
+    assert flags.num_actors == STREAMS * 8 * num_cores()
     assert flags.num_learner_threads == 2
-    assert flags.num_inference_threads == 2
     assert flags.max_learner_queue_size == 24
     assert re.fullmatch(r"torchbeast-\d{8}-\d{6}", flags.xpid)
     assert not flags.savedir.startswith("~")
+
+
+@pytest.mark.parametrize(
+    "cores, argv, inference_threads, learner_cores",
+    [
+        (1, "", 1, 1),
+        (2, "", 1, 1),
+        (2, "--model deep", 1, 2),
+        (16, "", 4, 8),
+        (16, "--model deep", 4, 16),
+        (16, "--num_inference_threads 3 --learner_cores 5", 3, 5),
+    ],
+)
+def test_the_cores_are_shared_between_acting_and_learning(
+    monkeypatch, cores, argv, inference_threads, learner_cores
+):
+    for module in (polybeast, core.flags):
+        monkeypatch.setattr(module, "num_cores", lambda: cores)
+    flags = parse(f"--disable_cuda {argv}")
+    assert flags.num_inference_threads == inference_threads
+    assert flags.learner_cores == learner_cores
+
+
+def test_a_gpu_that_acts_has_two_streams_per_server_and_two_threads(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    flags = parse()
+    assert flags.actor_device == "cuda:0"
+    assert (flags.streams_per_server, flags.num_inference_threads) == (2, 2)
+    flags = parse("--disable_cuda")
+    assert (flags.actor_device, flags.streams_per_server) == ("cpu", 1)
 
 
 def test_help_names_every_flag_and_no_default_that_says_nothing(capsys):
@@ -144,7 +176,7 @@ def test_the_learner_and_its_servers_have_the_same_defaults(capsys):
     """Or the help of one of them, and `streams x environments`, would be wrong."""
     ours, theirs = parse("--num_servers 3"), polybeast_env.parse_flags([])
     for name in core.flags.SERVER_FLAGS:
-        if name != "num_servers":
+        if name not in ("num_servers", "streams_per_server"):  # These depend.
             assert getattr(ours, name) == getattr(theirs, name), name
 
 
@@ -171,14 +203,14 @@ def test_the_learners_servers_get_its_flags():
         # TorchBeast's: a process for each environment.
         ("--num_actors 7", 7, 1, 1),
         ("--num_actors 7 --num_servers 7", 7, 1, 1),
-        ("--num_actors 32 --num_servers 2", 2, 2, 8),
-        ("--num_actors 32 --envs_per_stream 4", 4, 2, 4),
+        (f"--num_actors {16 * STREAMS} --num_servers 2", 2, STREAMS, 8),
+        (f"--num_actors {16 * STREAMS} --envs_per_stream 4", 4, STREAMS, 4),
         ("--num_actors 24 --streams_per_server 3", 1, 3, 8),
-        ("--num_servers 3", 3, 2, 8),
-        ("--num_servers 3 --envs_per_stream 4", 3, 2, 4),
+        ("--num_servers 3", 3, STREAMS, 8),
+        ("--num_servers 3 --envs_per_stream 4", 3, STREAMS, 4),
         ("--num_servers 3 --streams_per_server 1", 3, 1, 8),
         ("--num_servers 3 --streams_per_server 5 --envs_per_stream 2", 3, 5, 2),
-        ("--envs_per_stream 4", num_cores(), 2, 4),
+        ("--envs_per_stream 4", num_cores(), STREAMS, 4),
     ],
 )
 def test_servers_streams_and_environments_follow_from_each_other(
@@ -364,6 +396,7 @@ BAD_VALUES = [
             "--streams_per_server",
             "--num_inference_threads",
             "--num_learner_threads",
+            "--learner_cores",
             "--max_learner_queue_size",
             "--total_steps",
             "--batch_size",
@@ -375,6 +408,7 @@ BAD_VALUES = [
     ("--mode", "play", "test_render"),
     ("--reward_clipping", "soft_asymmetric", "abs_one"),
     ("--model", "resnet", "shallow"),
+    ("--precision", "half", "bfloat16"),
     ("--atari_protocol", "dopamine", "machado"),
 ]
 
@@ -400,14 +434,14 @@ BAD_COMBINATIONS = [
         [
             "--num_actors is 7",
             "--num_servers (2)",
-            "--streams_per_server (2)",
-            "--envs_per_stream (8) is 32",
+            f"--streams_per_server ({STREAMS})",
+            f"--envs_per_stream (8) is {16 * STREAMS}",
             "Leave --num_actors out.",
         ],
     ),
     (
         "--num_actors 7 --envs_per_stream 2",
-        ["--num_actors is 7", "--num_servers (1)", "(2) is 4"],
+        ["--num_actors is 7", f"is {7 // (2 * STREAMS) * 2 * STREAMS}"],
     ),
     ("--pipes_basename /tmp/a", ["--pipes_basename is /tmp/a", "unix:/path"]),
     (

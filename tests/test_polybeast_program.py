@@ -602,6 +602,10 @@ def test_a_run_writes_what_it_did(train, run_dir):
     assert (int(last["streams"]), int(last["reconnects"])) == (N, 0)
     assert 0 < float(last["env_step_p50_ms"]) <= float(last["env_step_p99_ms"])
     assert K <= float(last["inference_batch"]) <= N * K
+    for stage in ("learner", "inference", "env"):
+        shares = [float(row[f"{stage}_busy"]) for row in rows]
+        assert all(0 <= share <= 1 for share in shares) and any(shares), stage
+    assert re.search(r"(learner|inference|env)-bound \d+%", text)
     assert last["actor_restarts"] == ""  # MonoBeast's.
     assert "info_half" in (run_dir / "fields.csv").read_text()
     assert list((run_dir / "tensorboard").iterdir())

@@ -421,6 +421,16 @@ def test_available_memory_is_some_of_the_machine_s():
     assert 0 < supervise.available_memory() <= psutil.virtual_memory().total
 
 
+def test_who_lets_the_learner_go_first_is_a_nicer_batch_process():
+    done = run_python("""
+        import os
+        from core.supervise import let_learner_go_first
+        let_learner_go_first()
+        print(os.nice(0) > 0, os.sched_getscheduler(0) == os.SCHED_BATCH)
+    """)
+    assert done.stdout == "True True\n", done.stderr
+
+
 def test_num_cores_heeds_the_affinity():
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("no sched_setaffinity on this system")

@@ -172,6 +172,9 @@ def test_two_serial_runs_with_one_seed_are_bitwise_equal(start, tmp_path, flags)
 
 
 NUM_KILLS = 20
+# What the clock and the machine say; everything else must be equal.
+MACHINE_COLUMNS = ["time_s", "sps", "rss_mb"]
+MACHINE_COLUMNS += ["learner_busy", "inference_busy", "env_busy"]
 
 
 def kill_somewhere(
@@ -246,7 +249,7 @@ def test_a_run_killed_twenty_times_has_every_log_row_once(interrupted):
     times = [float(row["time_s"]) for row in rows]
     assert times == sorted(times)
     for row, expected in zip(rows, log_rows(whole), strict=True):
-        for machine in ("time_s", "sps", "rss_mb"):
+        for machine in MACHINE_COLUMNS:
             del row[machine], expected[machine]
         assert row == expected
 
@@ -259,6 +262,9 @@ def test_logs_have_the_documented_header_and_blank_cells(interrupted):
     assert log_rows(whole)[0]["best_mean_return"] == ""  # Before 100 games.
     assert float(log_rows(whole)[-1]["best_mean_return"]) < 1
     assert log_rows(whole)[-1]["actor_restarts"] == ""  # No actor processes.
+    for stage in ("learner", "inference", "env"):
+        shares = [float(row[f"{stage}_busy"]) for row in log_rows(whole)]
+        assert all(0 < share < 1 for share in shares), stage
 
 
 # ---------------------------------------------------------------------------- stopping
