@@ -13,7 +13,7 @@ TRAIN := --xpid 'train-{env}'
 QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 \
   --batch_size 16 --envs_per_actor 16 --learning_rate 0.001
 
-.PHONY: train quickstart test test-classic sanitize wheel lint setup clean
+.PHONY: train quickstart test test-classic sanitize bench wheel lint setup clean
 
 # PolyBeast on Atari Pong, unless ARGS names another environment. Goes on from its
 # checkpoint.
@@ -36,6 +36,10 @@ test-classic:
 sanitize: setup
 	$(MAKE) -j 2 -C csrc/tests SANITIZE=thread
 	$(MAKE) -j 2 -C csrc/tests SANITIZE=address
+
+# How fast this commit is on this machine, beside the commits before; ten minutes.
+bench: setup
+	$(PY) -m benchmarks.bench
 
 # A wheel with the gRPC libraries inside, in dist/: for machines without a compiler.
 wheel: setup

@@ -2,6 +2,7 @@
 """What a step costs on its way from an environment to the learner, without learning.
 
     python -m benchmarks.transport
+    python -m benchmarks.transport --scale
 
 A mock environment gives a constant observation of 28 KB (84x84x4 uint8), a mock agent a
 constant action. One environment server process, one learner process that runs the whole
@@ -12,6 +13,10 @@ as it comes, answered at once by a C++ client that looks at nothing
 
 The table has environment steps per second, CPU time per step of both processes
 together, and the ratio of the rates; medians of `--repeats`. Raw figures: `--out`.
+
+With --scale: the data path alone, from 16 environments in one server process to 4,096
+in 64, 16 to a stream, and what a step costs the learner's process; rollouts of 5 steps,
+so that 4,096 environments need 2 GB of them.
 """
 
 import argparse
@@ -40,6 +45,8 @@ ROOT = Path(__file__).parent.parent
 T, B = 20, 64
 WARM_UP_S = 1.5
 MAX_ENVS = 512  # More take GB of rollouts.
+SCALE = ((1, 1), (4, 1), (16, 1), (64, 1), (64, 4))  # Servers, streams of each.
+SCALE_K, SCALE_T = 16, 5
 SHAPE = (84, 84, 4)
 EXTRA_BYTES = 30  # Of a row besides the observation, about.
 
@@ -106,8 +113,12 @@ def serve_echo(address: str, K: int, streams: int) -> None:
     server.wait_for_termination()
 
 
-def learn(address: str, streams: int, seconds: float) -> None:
-    """Run the learner's data path; print steps, wall and CPU seconds."""
+def learn(addresses: str, streams: int, seconds: float, T: int) -> None:
+    """Run the learner's data path; print steps, wall and CPU seconds.
+
+    Args:
+      addresses: a comma list of servers, with `streams` each.
+    """
     import torch
 
     import libtorchbeast
@@ -122,7 +133,7 @@ def learn(address: str, streams: int, seconds: float) -> None:
         T,
         queue,
         batcher,
-        [address] * streams,
+        addresses.split(",") * streams,
         (),
         named_rows=True,
         inference_keys=polybeast.NET_INPUTS,
@@ -149,6 +160,8 @@ def learn(address: str, streams: int, seconds: float) -> None:
     threads = [threading.Thread(target=f) for f in (act, consume, actors.run)]
     for thread in threads:
         thread.start()
+    while actors.stats()["connected"] < streams * len(addresses.split(",")):
+        time.sleep(0.01)
     while actors.count() == 0:
         time.sleep(0.01)
     time.sleep(WARM_UP_S)
@@ -180,28 +193,38 @@ def child(kind: str, *args: object) -> Iterator[psutil.Process]:
 
 
 def measure(
-    what: str, K: int, streams: int, seconds: float, echo_client: Path
+    what: str,
+    K: int,
+    streams: int,
+    seconds: float,
+    echo_client: Path | None = None,
+    *,
+    servers: int = 1,
+    T: int = T,
 ) -> dict[str, float]:
-    """Measure the data path or the echo once."""
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"unix:{folder}/s"
-        server_kind = "serve" if what == "data path" else "echo"
-        with child(server_kind, address, K, streams) as server:
-            while not Path(folder, "s").exists():
-                time.sleep(0.01)
-            if what == "data path":
-                command = [sys.executable, "-m", "benchmarks.transport", "--run"]
-                command += ["learn", address, str(streams), str(seconds)]
-            else:
-                command = [str(echo_client), str(seconds), str(streams), address]
-            client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert client.stdout is not None
-            client.stdout.readline()  # "begin", when it has warmed up.
-            server_cpu = -sum(server.cpu_times()[:2])
-            result = client.stdout.readline()
-            server_cpu += sum(server.cpu_times()[:2])
-            if client.wait() != 0:
-                raise RuntimeError(f"{command} ended with {client.returncode}")
+    """Measure the data path or the echo once; `streams` are those of each server."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        addresses = [f"unix:{folder}/{i}" for i in range(servers)]
+        kind = "serve" if what == "data path" else "echo"
+        processes = [
+            stack.enter_context(child(kind, address, K, streams))
+            for address in addresses
+        ]
+        while len(list(Path(folder).iterdir())) < servers:
+            time.sleep(0.01)
+        if what == "data path":
+            command = [sys.executable, "-m", "benchmarks.transport", "--run", "learn"]
+            command += [",".join(addresses), str(streams), str(seconds), str(T)]
+        else:
+            command = [str(echo_client), str(seconds), str(streams), *addresses]
+        client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert client.stdout is not None
+        client.stdout.readline()  # "begin", when it has warmed up.
+        server_cpu = -sum(sum(p.cpu_times()[:2]) for p in processes)
+        result = client.stdout.readline()
+        server_cpu += sum(sum(p.cpu_times()[:2]) for p in processes)
+        if client.wait() != 0:
+            raise RuntimeError(f"{command} ended with {client.returncode}")
     messages, wall_s, client_cpu = map(float, result.split())
     steps = messages if what == "data path" else messages * K
     return {
@@ -209,6 +232,26 @@ def measure(
         "client_us": 1e6 * client_cpu / steps,
         "server_us": 1e6 * server_cpu / steps,
     }
+
+
+def scale(own: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what a step costs the learner, for more and more environments."""
+    print(f"{num_cores()} cores, {SCALE_K} environments to a stream. us: CPU per step.")
+    print(f"{'envs':>5}{'servers':>9}{'streams':>9}{'steps/s':>10}{'learner us':>12}")
+    measured = []
+    for servers, streams in SCALE:
+        runs = [
+            measure(
+                "data path", SCALE_K, streams, own.seconds, servers=servers, T=SCALE_T
+            )
+            for _ in range(own.repeats)
+        ]
+        measured.append({"servers": servers, "streams": streams, "runs": runs})
+        us = statistics.median(run["client_us"] for run in runs)
+        sps = statistics.median(run["sps"] for run in runs)
+        envs = servers * streams * SCALE_K
+        print(f"{envs:5}{servers:9}{servers * streams:9}{sps:10.0f}{us:12.1f}")
+    return measured
 
 
 def compile_echo_client(folder: str) -> Path:
@@ -235,8 +278,19 @@ def main() -> None:
         "--envs_per_stream", type=int, nargs="+", default=[1, 4, 16, 64]
     )
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 2, 4, 16, 64))
+    parser.add_argument("--scale", action="store_true", help="many servers instead")
     parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     flags = parser.parse_args()
+    measured = scale(flags) if flags.scale else against_echo(flags)
+    if flags.out:
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"cores": num_cores(), "T": SCALE_T if flags.scale else T, "B": B}
+        result["measured"] = measured
+        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def against_echo(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure data path and echo in turns; print the table, return the figures."""
     measured = []
     with tempfile.TemporaryDirectory() as folder:
         echo_client = compile_echo_client(folder)
@@ -257,10 +311,7 @@ def main() -> None:
                         )
                 measured.append({"K": K, "streams": streams, **runs})
                 print(row_of(K, streams, runs), flush=True)
-    if flags.out:
-        flags.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"cores": num_cores(), "T": T, "B": B, "measured": measured}
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    return measured
 
 
 def row_of(K: int, streams: int, runs: dict[str, list[dict[str, float]]]) -> str:
@@ -280,7 +331,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         kind, *args = sys.argv[2:]
         if kind == "learn":
-            learn(args[0], int(args[1]), float(args[2]))
+            learn(args[0], int(args[1]), float(args[2]), int(args[3]))
         else:
             run = serve if kind == "serve" else serve_echo
             run(args[0], int(args[1]), int(args[2]))

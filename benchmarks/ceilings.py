@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bounds training on this machine: each part alone, and the whole.
+
+    python -m benchmarks.ceilings --env PongNoFrameskip-v4 --model shallow
+    python -m benchmarks.ceilings --autotune --program polybeast --model shallow
+
+Takes flags that both trainers know, and prints one table (agent steps per second):
+
+    emulator      Atari only, one core: four frames and one grey picture, no more
+    environment   nothing but stepping, one process per core
+    inference     nothing but forward passes of 8 environments, one process per core
+    learner       nothing but gradient steps on one batch, on as many cores as one takes
+    monobeast     the whole program, read from its logs.csv after a warm-up
+    polybeast     the same
+    bound         the rate at which the parts' CPU cost per step would fill all cores
+
+Parts take turns, `--repeats` times; the table has medians and the spread. `of lowest`
+is the whole's share of the lowest ceiling, `of bound` its share of the bound. Raw
+figures go to `--out` as one JSON object. Memory is the peak of the proportional set
+size (PSS) of the whole process tree, so that pages shared between processes count once.
+
+With --autotune it tries settings of one program instead, each for some seconds, keeps
+what is faster by more than the noise, and prints the flags to use. Batch size, unroll
+length and network decide what is learned: those it leaves as they are, unless
+--batch_sizes names some to try.
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+import atari_wrappers
+import monobeast
+from core import environment
+from core.run import verdict
+from core.spaces import map_nest
+from core.supervise import keep_freed_memory, num_cores
+
+WARM_UP_S = 10.0  # A whole program: processes start, buffers fill, malloc settles.
+PARTS = ("environment", "inference", "learner")
+PROGRAMS = ("monobeast", "polybeast")
+TRIAL_WARM_UP_S, TRIAL_S = 3.0, 5.0
+FASTER = 1.04  # What a trial must gain: two runs of one setting differ by less.
+
+
+# ------------------------------------------------------------------------- the parts
+
+
+def run_part(part: str, flags: argparse.Namespace, part_s: float) -> dict[str, float]:
+    """Repeat one part's work for a while; return steps, CPU and wall seconds."""
+    torch.set_num_threads(flags.learner_cores if part == "learner" else 1)
+    keep_freed_memory()
+    work, steps_per_call = {
+        "emulator": emulator_work,
+        "environment": environment_work,
+        "inference": inference_work,
+        "learner": learner_work,
+    }[part](flags)
+    for _ in range(3):
+        work()
+    steps = 0
+    cpu, wall = time.process_time(), time.perf_counter()
+    while time.perf_counter() - wall < part_s:
+        work()
+        steps += steps_per_call
+    return {
+        "steps": steps,
+        "cpu_s": time.process_time() - cpu,
+        "wall_s": time.perf_counter() - wall,
+    }
+
+
+def emulator_work(flags: argparse.Namespace) -> tuple[Any, int]:
+    """The yardstick to compare machines by: what no Atari environment can beat."""
+    game = monobeast.create_env(flags).unwrapped
+    game.reset(seed=0)
+    screen = np.empty(game.observation_space.shape[:2], np.uint8)
+
+    def work() -> None:
+        for _ in range(4):
+            game.ale.act(0)
+        game.ale.getScreenGrayscale(screen)
+        if game.ale.game_over():
+            game.ale.reset_game()
+
+    return work, 1
+
+
+def environment_work(flags: argparse.Namespace) -> tuple[Any, int]:
+    E = flags.envs_per_actor
+    envs = environment.Environments(
+        lambda: monobeast.create_env(flags), E, seed=os.getpid()
+    )
+    row = map_nest(lambda s: np.zeros((E, *s.shape), s.dtype), envs.row_spec)
+    envs.reset(row)
+    rng = np.random.default_rng(os.getpid())
+    first = int(getattr(envs.action_space, "start", 0))
+
+    def work() -> None:
+        envs.step(first + rng.integers(envs.action_space.n, size=E), row)
+
+    return work, E
+
+
+def random_rows(
+    flags: argparse.Namespace, lead: tuple[int, ...]
+) -> tuple[monobeast.Net, Any]:
+    """Return a network and rows of noise, leaves [*lead, ...], that fit it."""
+    spaces = monobeast.read_spaces(flags)
+    net = monobeast.create_net(flags, spaces)
+    spec, _ = monobeast.rollout_specs(flags, spaces, net)
+    rng = np.random.default_rng(0)
+
+    def noise(s: Any) -> np.ndarray:
+        x = rng.random((*lead, *s.shape))
+        return (x * 255).astype(s.dtype) if s.dtype == np.uint8 else x.astype(s.dtype)
+
+    rows = map_nest(noise, spec)
+    rows["last_action"][...] = rows["action"][...] = net.first_action
+    rows["done"][...] = rng.random(lead) < 0.005  # bool(noise) would be True always.
+    rows["truncated"][...] = False
+    rows["policy_version"][...] = 0
+    return net, rows
+
+
+def inference_work(flags: argparse.Namespace) -> tuple[Any, int]:
+    E = flags.envs_per_actor
+    net, row = random_rows(flags, (E,))
+    state = net.initial_state(E)
+
+    @torch.inference_mode()
+    def work() -> None:
+        outputs, _ = net(monobeast.as_tensors(row), state)
+        monobeast.sample_action(outputs["policy_logits"]).numpy()
+
+    return work, E
+
+
+def learner_work(flags: argparse.Namespace) -> tuple[Any, int]:
+    T, B = flags.unroll_length, flags.batch_size
+    _, batch = random_rows(flags, (T + 1, B))
+    learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+    state = tuple(s.numpy() for s in learner.net.initial_state(B))
+    return lambda: monobeast.learn(flags, learner, batch, state), T * B
+
+
+def measure_part(
+    part: str, processes: int, part_s: float, argv: list[str]
+) -> dict[str, float]:
+    """Run `part` in `processes` processes side by side; return rate and cost."""
+    command = [sys.executable, "-m", "benchmarks.ceilings", "--part", part]
+    command += ["--part_s", str(part_s), *argv]
+    children = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    results = []
+    for child in children:
+        out, _ = child.communicate()
+        if child.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}")
+        results.append(json.loads(out.splitlines()[-1]))
+    return {
+        "sps": sum(r["steps"] / r["wall_s"] for r in results),
+        "cpu_us": statistics.fmean(1e6 * r["cpu_s"] / r["steps"] for r in results),
+    }
+
+
+def measure_whole(
+    program: str, argv: list[str], whole_s: float, warm_up_s: float = WARM_UP_S
+) -> dict[str, float]:
+    """Run a trainer for a while; return its rate after the warm-up, and peak memory."""
+    with tempfile.TemporaryDirectory() as savedir:
+        child = subprocess.Popen(
+            [sys.executable, "-m", program, "--savedir", savedir, "--xpid", "speed"]
+            + ["--disable_checkpoint", "--log_interval_s", "1", *argv],
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        peak, started = 0, None
+        while child.poll() is None:
+            peak = max(peak, tree_pss(child.pid))
+            time.sleep(1.0)
+            if started is None and read_progress(Path(savedir)):
+                started = time.monotonic()
+            if started and time.monotonic() - started > warm_up_s + whole_s:
+                break
+        child.send_signal(signal.SIGTERM)
+        child.wait()
+        rows = read_progress(Path(savedir))
+    warm = [row for row in rows if row["time_s"] >= warm_up_s]
+    if len(warm) < 2:
+        raise RuntimeError(f"{program} ended with {child.returncode} after {rows[-1:]}")
+    first, last = warm[0], warm[-1]
+    busy = {
+        key: statistics.fmean(row[key] for row in warm if row[key] == row[key])
+        for key in ("env_busy", "inference_busy", "learner_busy")
+    }
+    steps, seconds = last["step"] - first["step"], last["time_s"] - first["time_s"]
+    return {"sps": steps / seconds, "peak_mb": peak / 2**20, **busy}
+
+
+def read_progress(savedir: Path) -> list[dict[str, float]]:
+    """Return each row of the log so far; blank cells are NaN."""
+    path = savedir / "speed" / "logs.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [
+            {key: float(cell or "nan") for key, cell in row.items()}
+            for row in csv.DictReader(file)
+        ]
+
+
+def tree_pss(pid: int) -> int:
+    total = 0
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    for process in processes:
+        try:
+            total += process.memory_full_info().pss
+        except psutil.Error:
+            continue  # It ended meanwhile.
+    return total
+
+
+# ------------------------------------------------------------------------- the table
+
+
+def compare(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """Measure parts and programs in turns; print the table and return the figures."""
+    flags = monobeast.parse_flags(argv)
+    cores = num_cores()
+    alone = PARTS
+    processes = {
+        "emulator": 1,
+        "environment": cores,
+        "inference": cores,
+        "learner": max(1, cores // flags.learner_cores),
+    }
+    if atari_wrappers.is_atari(flags.env):
+        alone = ("emulator", *PARTS)
+    programs = PROGRAMS if own.program == "both" else (own.program,)
+    measured: dict[str, list[dict[str, float]]] = {
+        name: [] for name in (*alone, *programs)
+    }
+    for repeat in range(own.repeats):
+        for part in alone:
+            measured[part].append(measure_part(part, processes[part], own.part_s, argv))
+        for program in programs:
+            measured[program].append(measure_whole(program, argv, own.whole_s))
+        print(f"repeat {repeat + 1} of {own.repeats} done", file=sys.stderr)
+
+    def median(name: str, key: str) -> float:
+        return statistics.median(m[key] for m in measured[name])
+
+    cost = sum(median(part, "cpu_us") for part in PARTS)
+    bound = cores * 1e6 / cost
+    lowest = min(median(part, "sps") for part in PARTS)
+    print(f"{cores} cores, {platform.machine()}, torch {torch.__version__}; {argv}")
+    print(
+        f"{'':12}{'steps/s':>9}{'spread':>14}{'CPU us/step':>13}{'of lowest':>11}"
+        f"{'of bound':>10}"
+    )
+    for name, results in measured.items():
+        rates = sorted(m["sps"] for m in results)
+        rate = statistics.median(rates)
+        us = cores * 1e6 / rate if name in PROGRAMS else median(name, "cpu_us")
+        line = f"{name:12}{rate:9.0f}{f'{rates[0]:.0f}-{rates[-1]:.0f}':>14}{us:13.0f}"
+        if name in PROGRAMS:
+            line += f"{rate / lowest:11.2f}{rate / bound:10.2f}"
+        print(line)
+    print(f"{'bound':12}{bound:9.0f}{'':14}{cost:13.0f}")
+    for program in programs:
+        busy = {
+            stage: median(program, f"{stage}_busy")
+            for stage in ("env", "inference", "learner")
+        }
+        bounded = verdict(busy, in_turn=program == "monobeast")
+        shares = ", ".join(f"{stage} {share:.0%}" for stage, share in busy.items())
+        peak = median(program, "peak_mb")
+        print(f"{program}: {bounded} ({shares}); peak memory {peak:.0f} MB")
+    print(f"Most CPU goes to: {max(PARTS, key=lambda part: median(part, 'cpu_us'))}")
+    return {"bound_sps": bound, "measured": measured}
+
+
+# ---------------------------------------------------------------------------- tuning
+
+
+def settings_to_try(own: argparse.Namespace, batch_size: int) -> list[tuple[str, list]]:
+    """Return flags and the values to try for each, the most promising first."""
+    cores = num_cores()
+    envs = [n for n in (4, 8, 16, 32) if batch_size % n == 0] or [1]
+    learner = ("learner_cores", sorted({1, max(1, cores // 2), cores}))
+    if own.program == "monobeast":
+        actors = sorted({max(1, cores - 1), cores, cores + cores // 2})
+        tries = [("num_actors", actors), ("envs_per_actor", envs), learner]
+    else:
+        tries = [
+            ("num_inference_threads", sorted({1, 2, max(1, cores // 4)})),
+            ("num_servers", sorted({max(1, cores - 1), cores, 2 * cores})),
+            ("envs_per_stream", envs),
+            ("streams_per_server", [1, 2]),
+            learner,
+        ]
+    return [*tries, ("batch_size", own.batch_sizes)]
+
+
+def autotune(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """Change one flag after another and keep what is faster; print the flags."""
+    flags = importlib.import_module(own.program).parse_flags(argv)
+    best: dict[str, Any] = {}
+    trials: list[tuple[dict[str, Any], float]] = []
+
+    def trial(settings: dict[str, Any]) -> float:
+        extra = [f"--{key}={value}" for key, value in settings.items()]
+        rate = measure_whole(own.program, [*argv, *extra], TRIAL_S, TRIAL_WARM_UP_S)
+        trials.append((settings, rate["sps"]))
+        print(f"{rate['sps']:8.0f} steps/s  {' '.join(extra) or '(as given)'}")
+        return rate["sps"]
+
+    ends = time.monotonic() + own.autotune_s
+    record = trial(best)
+    for key, values in settings_to_try(own, flags.batch_size):
+        for value in values:
+            if time.monotonic() > ends:
+                print(f"Out of time (--autotune_s {own.autotune_s:g}): --{key} untried")
+                break
+            if f"--{key}" in argv or value == getattr(flags, key, None):
+                continue  # The user's choice, or what "as given" has tried.
+            try:
+                rate = trial({**best, key: value})
+            except RuntimeError as error:  # Settings that do not fit each other.
+                print(f"   fails: --{key} {value}: {error}")
+                continue
+            if rate > FASTER * record:
+                best, record = {**best, key: value}, rate
+    extra = " ".join(f"--{key} {value}" for key, value in best.items())
+    gain = record / trials[0][1]
+    print(f"Use: {extra or 'the flags as given'}  ({gain:.2f} times the speed)")
+    return {"program": own.program, "trials": trials, "best": best}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="What bounds training here; other flags are the trainers'.",
+        allow_abbrev=False,  # Or --batch_size would be --batch_sizes.
+    )
+    parser.add_argument("--program", choices=(*PROGRAMS, "both"), default="both")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--part_s", type=float, default=5.0, help="seconds per part")
+    parser.add_argument(
+        "--whole_s", type=float, default=20.0, help="seconds of a program, warmed up"
+    )
+    parser.add_argument(
+        "--autotune",
+        action="store_true",
+        help="try settings of --program, which is polybeast unless given",
+    )
+    parser.add_argument(
+        "--autotune_s", type=float, default=90.0, help="seconds to begin trials in"
+    )
+    parser.add_argument(
+        "--batch_sizes",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[],
+        help="autotune: comma list of batch sizes to try too",
+    )
+    parser.add_argument("--out", type=Path, help="write the raw figures here, as JSON")
+    parser.add_argument("--part", choices=("emulator", *PARTS), help=argparse.SUPPRESS)
+    own, argv = parser.parse_known_args()
+    if own.part:
+        flags = monobeast.parse_flags(argv)
+        flags.seed = 0 if flags.seed is None else flags.seed
+        print(json.dumps(run_part(own.part, flags, own.part_s)))
+        return
+    if own.autotune and own.program == "both":
+        own.program = "polybeast"
+    result = autotune(own, argv) if own.autotune else compare(own, argv)
+    if own.out:
+        own.out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"argv": argv, "cores": num_cores(), **result}
+        result["torch"] = torch.__version__
+        own.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start Sample Factory's EnvPool example, whatever flags follow.
+
+Runs in Sample Factory's own environment; see README.md. EnvPool 1.2 does not set what
+Gymnasium's close() of vector environments reads; otherwise nothing is changed.
+"""
+
+import sys
+
+import gymnasium
+
+gymnasium.vector.VectorEnv.closed = False
+gymnasium.vector.VectorEnv.close = lambda self, **_: None
+
+from sf_examples.envpool.atari.train_envpool_atari import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())
