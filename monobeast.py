@@ -525,13 +525,14 @@ class Actor:
         # Carried from one rollout to the next: its last row is the next one's row 0.
         self.last_row = map_nest(lambda slab: slab[0, 0].copy(), buffers.rows)
         self.started = False
-        self.env_s = 0.0  # Seconds that the last rollout's environments took.
+        # Seconds of the last rollout that the environments took, and the rest.
+        self.env_s = self.agent_s = 0.0
         self._fetch = fetch
 
     @torch.inference_mode()
     def unroll(self, index: int) -> None:
         """Fill buffer `index` with the next T steps of every environment."""
-        self.env_s = 0.0
+        started, env_s = time.monotonic(), 0.0
         row = self.buffers.row(index, 0)
         if self.started:
             map_nest(np.copyto, row, self.last_row)
@@ -551,8 +552,9 @@ class Actor:
             row["policy_version"][...] = version
             began = time.monotonic()
             self.envs.step(row["action"], row)
-            self.env_s += time.monotonic() - began
+            env_s += time.monotonic() - began
         map_nest(np.copyto, self.last_row, row)
+        self.env_s, self.agent_s = env_s, time.monotonic() - started - env_s
 
     def _first_row(self, row: Nest) -> None:
         for key in ("action", "policy_logits", "baseline", "policy_version"):
@@ -634,12 +636,9 @@ def act(
         )
         with contextlib.closing(actor.envs):
             for index in requests(pipe):
-                began = time.monotonic()
-                actor.unroll(int.from_bytes(index, "little"))
-                agent_s = time.monotonic() - began - actor.env_s
-                message = FULL.pack(
-                    b"F", int.from_bytes(index, "little"), actor.env_s, agent_s
-                )
+                i = int.from_bytes(index, "little")
+                actor.unroll(i)
+                message = FULL.pack(b"F", i, actor.env_s, actor.agent_s)
                 with contextlib.suppress(BrokenPipeError):  # It hung up meanwhile.
                     pipe.send_bytes(message)
     except BaseException:  # An environment's sys.exit() is a failure, too.
@@ -1202,11 +1201,10 @@ def train_serial(
     while stop.received is None and not learner.finished():
         turn = n * (learner.updates + learner.skipped)
         for i in range(n):
-            actor, began = actors[(turn + i) % len(actors)], time.monotonic()
+            actor = actors[(turn + i) % len(actors)]
             actor.unroll(i)
-            agent_s = time.monotonic() - began - actor.env_s
             learner.busy.add("env", actor.env_s)
-            learner.busy.add("inference", agent_s)
+            learner.busy.add("inference", actor.agent_s)
         assembler.fill(range(n))
         learn(flags, learner, assembler.batch, assembler.agent_state)
         run.tick({})

@@ -1023,9 +1023,7 @@ def train_async(
             learner_queue.close()
             join_threads(threads, JOIN_S)
     raise_failures(threads)  # A failure of the last moment is one, too.
-    run.log(
-        pool_stats(actors.stats(), learner_queue)
-    )  # Now that the last update is done.
+    run.log(pool_stats(actors.stats(), learner_queue))  # With the last update.
 
 
 def run_actors(actors: libtorchbeast.ActorPool) -> None:

@@ -63,9 +63,8 @@ def main() -> None:
         print(f"repeat {repeat + 1} of {REPEATS} done", file=sys.stderr)
 
     ratios = relative(rates)
-    earlier = {}
-    for path in sorted(HISTORY.glob("*.json")):
-        earlier = relative(json.loads(path.read_text())["steps_per_s"])
+    runs = sorted(HISTORY.glob("*.json"))
+    earlier = relative(json.loads(runs[-1].read_text())["steps_per_s"]) if runs else {}
     print(f"{num_cores()} cores, {platform.machine()}, torch {torch.__version__}")
     print(f"{'':20}{'steps/s':>9}{'per emulator':>14}{'before':>9}{'change':>8}")
     for name, ratio in ratios.items():
