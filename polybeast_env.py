@@ -335,7 +335,7 @@ class Servers:
         """Kill a server in which a step takes too long."""
         if slot.process is None:
             return
-        limit_s, now = self._flags.step_timeout_s, time.monotonic()
+        limit_s, now = self._flags.env_step_timeout_s, time.monotonic()
         since = slot.progress[:, 1]
         is_hanging = bool(((since > 0) & (now - since > limit_s)).any())
         if not is_hanging:
@@ -344,7 +344,7 @@ class Servers:
             slot.dumped_at = now
             log.warning(
                 "Server %d hangs: an environment's step has taken %g s "
-                "(--step_timeout_s); its stacks follow",
+                "(--env_step_timeout_s); its stacks follow",
                 slot.index,
                 limit_s,
             )

@@ -335,7 +335,7 @@ def add_server_flags(group: Any) -> None:
         help="serve at the unix sockets PATH.0, PATH.1 and so on",
     )
     group.add_argument(
-        "--step_timeout_s",
+        "--env_step_timeout_s",
         type=number(1),
         default=120.0,
         help="an environment that takes longer for one step or reset hangs: its "
@@ -350,7 +350,7 @@ SERVER_FLAGS = (
     "num_servers",
     "envs_per_stream",
     "streams_per_server",
-    "step_timeout_s",
+    "env_step_timeout_s",
 )
 
 

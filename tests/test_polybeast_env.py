@@ -1080,7 +1080,8 @@ def test_a_server_that_achieves_something_is_restarted_for_ever(start, folder):
 @pytest.mark.parametrize("name", ["hanging", "hanging_in_c"])
 def test_a_hung_environment_is_shown_killed_and_replaced(start, folder, name):
     program = start(
-        *("--env", f"tests.fault_env:make_{name}", "--step_timeout_s", 1), num_servers=1
+        *("--env", f"tests.fault_env:make_{name}", "--env_step_timeout_s", 1),
+        num_servers=1,
     )
     for _ in range(2):
         with reconnect(f"unix:{folder}/s") as client, pytest.raises(grpc.RpcError):

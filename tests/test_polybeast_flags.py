@@ -183,7 +183,7 @@ def test_the_learner_and_its_servers_have_the_same_defaults(capsys):
 def test_the_learners_servers_get_its_flags():
     flags = parse(
         "--env BreakoutNoFrameskip-v4 --num_servers 3 --streams_per_server 5 "
-        "--envs_per_stream 2 --step_timeout_s 7.5 --no-episodic_life --noop_max 0 "
+        "--envs_per_stream 2 --env_step_timeout_s 7.5 --no-episodic_life --noop_max 0 "
         "--sticky_actions 0.25 --full_action_space --frame_skip 3 "
         "--atari_protocol machado"
     )
@@ -326,7 +326,7 @@ def test_remote_servers_know_their_own_environment():
         "--envs_per_stream 8",
         "--streams_per_server 2",
         "--pipes_basename unix:/tmp/polybeast",
-        "--step_timeout_s 3",
+        "--env_step_timeout_s 3",
         "--sticky_actions 0.25",
         "--no-episodic_life",
     ],
@@ -404,7 +404,10 @@ BAD_VALUES = [
         )
         for value in WHOLE
     ],
-    *[("--step_timeout_s", v, "expected a number >= 1") for v in ("0", "-5", "inf")],
+    *[
+        ("--env_step_timeout_s", v, "expected a number >= 1")
+        for v in ("0", "-5", "inf")
+    ],
     ("--mode", "play", "test_render"),
     ("--reward_clipping", "soft_asymmetric", "abs_one"),
     ("--model", "resnet", "shallow"),

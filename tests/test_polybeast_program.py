@@ -362,9 +362,11 @@ def test_a_killed_server_is_replaced_and_training_goes_on(train, run_dir):
 
 def test_a_hung_server_is_replaced_and_training_goes_on(train, run_dir):
     env = "tests.fault_env:make_hanging"  # In its 25th step, every time.
-    program = train(*LOCAL, "--env", env, "--step_timeout_s", 1, "--total_steps", 200)
+    program = train(
+        *LOCAL, "--env", env, "--env_step_timeout_s", 1, "--total_steps", 200
+    )
     assert program.wait() == 0, program.text()
-    assert "(--step_timeout_s)" in program.text()
+    assert "(--env_step_timeout_s)" in program.text()
     assert "(its environment hung)" in program.text()
     assert int(log_rows(run_dir)[-1]["reconnects"]) >= N
 

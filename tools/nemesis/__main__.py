@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+import argparse
+import importlib
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.nemesis import result
+
+# Each is a module of this package. The flags make the short form, for CI.
+FIGURES: dict[str, list[str]] = {}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.nemesis",
+        description="Break runs on purpose and measure the damage.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--all", action="store_true", help="every figure in turn")
+    parser.add_argument("--short", action="store_true", help="the same, in minutes")
+    parser.add_argument(
+        "--out", type=Path, help="folder: also write each line to FIGURE.json there"
+    )
+    commands = parser.add_subparsers(dest="figure", metavar="FIGURE")
+    for name in FIGURES:
+        module = importlib.import_module(f"tools.nemesis.{name}")
+        text = (module.__doc__ or "").partition("\n")[0]
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_flags(command)
+    flags = parser.parse_args(argv)
+    if flags.figure is None and not (flags.all or flags.short):
+        parser.error("name a FIGURE, or give --all or --short")
+    if flags.figure is not None:
+        words = sys.argv[1:] if argv is None else list(argv)
+        return 0 if measure(flags, words) else 1
+    lines = [(name, FIGURES[name] if flags.short else []) for name in FIGURES]
+    where = [] if flags.out is None else ["--out", str(flags.out)]
+    # A list, not a generator: every figure is measured, whatever the others say.
+    passed = [
+        measure(parser.parse_args([*where, name, *words]), [name, *words])
+        for name, words in lines
+    ]
+    return 0 if all(passed) else 1
+
+
+def measure(flags: argparse.Namespace, words: Sequence[str]) -> bool:
+    """Measure one figure, print its line, and say whether its goals hold."""
+    module = importlib.import_module(f"tools.nemesis.{flags.figure}")
+    command = shlex.join(["python", "-m", "tools.nemesis", *words])
+    print(f"{time.strftime('%H:%M:%S')} {command}", file=sys.stderr, flush=True)
+    found = module.measure(flags)
+    line = result.to_json(flags.figure, command, found)
+    print(line, flush=True)
+    if flags.out is not None:
+        flags.out.mkdir(parents=True, exist_ok=True)
+        (flags.out / f"{flags.figure}.json").write_text(line + "\n")
+    return not found.failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

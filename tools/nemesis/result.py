@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a figure found, as one line of JSON."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from core.supervise import num_cores
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass
+class Result:
+    """The figures of one measurement, and whether they are what they should be."""
+
+    injected: dict[str, int]  # Faults, by kind.
+    asked: dict[str, int]  # How many there should have been.
+    figures: dict[str, Any]
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for kind, number in self.asked.items():
+            if self.injected.get(kind, 0) < number:
+                self.failures.append(
+                    f"injected {self.injected.get(kind, 0)} {kind}, asked for {number}"
+                )
+
+    def require(self, holds: bool, what: str) -> None:
+        """Note a goal that is missed. `what` says what was expected and what came."""
+        if not holds:
+            self.failures.append(what)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """Return the least value that at least `part` of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-part * len(ordered) // 1) - 1)]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, 99th percentile and largest of some seconds."""
+    if not values:
+        return {}
+    return {
+        "p50": round(statistics.median(values), 3),
+        "p99": round(quantile(values, 0.99), 3),
+        "max": round(max(values), 3),
+    }
+
+
+def to_json(figure: str, command: str, result: Result) -> str:
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", *args], cwd=REPOSITORY, capture_output=True, text=True
+        ).stdout.strip()
+
+    return json.dumps(
+        {
+            "figure": figure,
+            "passed": not result.failures,
+            "failures": result.failures,
+            "injected": result.injected,
+            "asked": result.asked,
+            **result.figures,
+            "command": command,
+            "commit": git("rev-parse", "--short=12", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+            "machine": f"{num_cores()} cores, {platform.machine()}, "
+            f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 30} GiB",
+            "versions": {
+                "python": platform.python_version(),
+                **{
+                    name: importlib.metadata.version(name)
+                    for name in ("torch", "grpcio", "numpy", "gymnasium")
+                },
+            },
+        }
+    )
