@@ -1132,7 +1132,7 @@ def train_async(
         first_incarnation=first_incarnation,
         busy=learner.busy,
     )
-    watchdog = Watchdog(flags.stall_timeout_s)
+    watchdog = Watchdog(flags.stall_timeout_s, flags.on_stall)
     threads: dict[str, concurrent.futures.Future] = {}
     try:
         actors.start()
@@ -1147,12 +1147,7 @@ def train_async(
                 if thread.done():
                     thread.result()  # Raises what the thread died of.
             run.tick(actors.stats())
-            try:
-                watchdog.progress(f"step {learner.step}")
-            except Exception:
-                for pid in actors.pids():
-                    os.kill(pid, signal.SIGUSR1)  # Their stacks, too.
-                raise
+            watchdog.progress(f"step {learner.step}", lambda: stage(flags, actors))
     finally:
         watchdog.close()
         actors.stop_handing_out()
@@ -1162,6 +1157,15 @@ def train_async(
         if thread.done():
             thread.result()  # A failure of the last moment is one, too.
     run.log(actors.stats())  # Now that the last update is done.
+
+
+def stage(flags: argparse.Namespace, actors: Actors) -> str:
+    """Say what a run that stands still waits for; the actors show their stacks."""
+    for pid in actors.pids():
+        os.kill(pid, signal.SIGUSR1)
+    full = actors.stats()["buffers_full"]
+    waits = full * flags.envs_per_actor >= flags.batch_size
+    return f"{'the learner' if waits else 'the actors'} ({full} buffers are full)"
 
 
 # ---------------------------------------------------------------------------- serial

@@ -30,6 +30,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import copy
@@ -81,6 +82,9 @@ JOIN_S = 30.0  # An update of the largest batch on one core, with room.
 DESCRIBE_S = 2.0  # For a server to say what it serves; asked again until one does.
 SERVERS_EXIT_S = 3.0  # For local servers' goodbyes; then they are killed.
 SAY_WAITING_S = 10.0
+NO_SERVER_S = 30.0  # Between two warnings that no server is connected.
+# Beyond --env_step_timeout_s, for a server's own supervisor to end what hangs.
+SUPERVISOR_S = 2.0
 ENVS_PER_STREAM = 8  # Of the local servers.
 MAX_INFERENCE_BATCH = 1024
 UNTRACED_UPDATES = 5  # The first ones are slower.
@@ -181,7 +185,8 @@ def check_flags(
     if flags.server_addresses is not None:
         for name in (*core.flags.SERVER_FLAGS, "num_actors", "pipes_basename"):
             # The servers know what they serve; --env, where given, must agree.
-            if name != "env" and getattr(flags, name) != parser.get_default(name):
+            ours = ("env", "env_step_timeout_s", "keepalive_s")
+            if name not in ours and getattr(flags, name) != parser.get_default(name):
                 parser.error(
                     f"--{name} is {getattr(flags, name)} but --server_addresses names "
                     "servers that run already, with settings of their own. Give it to "
@@ -859,11 +864,13 @@ def train_with(
         # Environments of this start must not replay the games of the starts before it.
         first_incarnation = len(recorded.get("starts", [])) << 16
         addresses = pool_addresses(flags, servers, welcome)
+        run_id = metrics.run_id(recorded)
         metrics.write_meta(
             run_dir,
             flags=vars(flags),
             extra={
                 "step": learner.step,
+                "run_id": run_id,
                 "first_env_seeds": [
                     environment.env_seed(flags.seed, i, first_incarnation, 0)
                     for i in range(len(addresses) * welcome.num_envs)
@@ -871,7 +878,7 @@ def train_with(
             },
         )
         with run.open(resumed=found is not None):
-            train_async(run, servers, addresses, first_incarnation, stop)
+            train_async(run, servers, addresses, run_id, first_incarnation, stop)
         if stop.received is not None and not learner.finished():
             log.info(
                 "Stopped by %s at step %d. The same command goes on from there.",
@@ -923,6 +930,7 @@ def train_async(
     run: Run,
     servers: LocalServers | None,
     addresses: Sequence[str],
+    run_id: str,
     first_incarnation: int,
     stop: StopSignal,
 ) -> None:
@@ -957,8 +965,10 @@ def train_async(
         inference_keys=NET_INPUTS,
         info_keys=flags.info_keys,
         seed=flags.seed,
-        run_id=flags.xpid,
+        run_id=f"{flags.xpid} ({run_id})",
         first_incarnation=first_incarnation,
+        step_timeout_s=flags.env_step_timeout_s + SUPERVISOR_S,
+        keepalive_s=flags.keepalive_s,
     )
     weights = Weights(learner.net, flags.actor_device)
     weights.publish(learner.net, learner.updates)
@@ -969,7 +979,8 @@ def train_async(
     for net in nets:
         if net.bfloat16:
             net.torso.bfloat16()  # Or every forward pass would cast the weights.
-    watchdog = Watchdog(flags.stall_timeout_s)
+    watchdog = Watchdog(flags.stall_timeout_s, flags.on_stall)
+    contact = Contact()
     threads: dict[str, concurrent.futures.Future] = {}
     with contextlib.ExitStack() as stack:
         trace = None
@@ -998,7 +1009,7 @@ def train_async(
             # The last one, because it fails too when inference does.
             threads["actors"] = start_thread("actors", run_actors, actors)
             run.log({})
-            env_s = 0.0
+            env_s, last_event = 0.0, ""
             while stop.received is None and not learner.finished():
                 concurrent.futures.wait(
                     threads.values(), TICK_S, concurrent.futures.FIRST_COMPLETED
@@ -1006,8 +1017,8 @@ def train_async(
                 raise_failures(threads)
                 if servers is not None:
                     servers.check()
-                for event in actors.take_events():
-                    log.warning("%s", event)
+                for last_event in actors.take_events():
+                    log.warning("%s", last_event)
                 stats = actors.stats()
                 servers_s = [s["env_s"] for s in stats["addresses"].values()]
                 learner.busy.add("env", sum(servers_s) - env_s, workers=len(servers_s))
@@ -1015,7 +1026,13 @@ def train_async(
                 run.tick(pool_stats(stats, learner_queue))
                 if trace is not None:
                     trace.tick(learner.updates)
-                watchdog.progress(f"step {learner.step}")
+                if contact.is_lost(stats, last_event) and servers is None:
+                    watchdog.rest()  # They may be away for as long as they like.
+                else:
+                    watchdog.progress(
+                        f"step {learner.step}",
+                        lambda: stage(stats, addresses, learner_queue),  # noqa: B023
+                    )
         finally:
             watchdog.close()
             actors.stop()
@@ -1023,7 +1040,71 @@ def train_async(
             learner_queue.close()
             join_threads(threads, JOIN_S)
     raise_failures(threads)  # A failure of the last moment is one, too.
-    run.log(pool_stats(actors.stats(), learner_queue))  # With the last update.
+    stats = actors.stats()
+    run.log(pool_stats(stats, learner_queue))  # With the last update.
+    check_ledger(stats)
+
+
+class Contact:
+    """Says, again and again, that no environment server is connected."""
+
+    def __init__(self) -> None:
+        self._lost_at = self._say_at = 0.0  # Monotonic; 0 while there is one.
+
+    def is_lost(self, stats: Mapping[str, Any], last_event: str) -> bool:
+        """Say whether no server is connected."""
+        now = time.monotonic()
+        if stats["connected"]:
+            self._lost_at = 0.0
+            return False
+        if not self._lost_at:
+            self._lost_at, self._say_at = now, now + NO_SERVER_S
+        elif now > self._say_at:
+            log.warning(
+                "No environment server has been connected for %.0f s; trying on. The "
+                "latest of them said: %s",
+                now - self._lost_at,
+                last_event or "nothing",
+            )
+            self._say_at = now + NO_SERVER_S
+        return True
+
+
+def stage(
+    stats: Mapping[str, Any],
+    addresses: Sequence[str],
+    learner_queue: libtorchbeast.BatchingQueue,
+) -> str:
+    """Say what a run that stands still waits for, and what each part is doing."""
+    states = collections.Counter(stats["states"])
+    waiting_s = stats["waiting_s"]
+    longest = max(range(len(waiting_s)), key=waiting_s.__getitem__)
+    if states["waiting_for_room"]:
+        what = "the learner"
+    elif states["waiting_for_inference"]:
+        what = "inference"
+    elif not stats["connected"]:
+        what = "environment servers, none of which is connected"
+    else:
+        what = f"the environment server {addresses[longest]}"
+        what += f", which has not answered for {waiting_s[longest]:.0f} s"
+    streams = ", ".join(f"{n} {state}" for state, n in states.items())
+    return f"{what} (streams: {streams}; learner queue: {learner_queue.size()})"
+
+
+def check_ledger(stats: Mapping[str, Any]) -> None:
+    """Say what became of every step received.
+
+    Raises:
+      RuntimeError: it does not add up: steps were lost, or learned twice.
+    """
+    received, *parts = (
+        stats[key] for key in ("received", "learned", "discarded", "in_flight")
+    )
+    text = "{} steps received = {} learned + {} discarded + {} in flight"
+    log.info("%s", text.format(received, *parts))
+    if received != sum(parts):
+        raise RuntimeError(f"{text.format(received, *parts)}: that does not add up")
 
 
 def run_actors(actors: libtorchbeast.ActorPool) -> None:

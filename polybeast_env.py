@@ -401,6 +401,7 @@ def serve_one(
         frames_per_step=frames_per_step(flags),
         vector=True,
         progress=progress,
+        keepalive_s=flags.keepalive_s,
     )
     try:
         address = server.start()

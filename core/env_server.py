@@ -71,15 +71,13 @@ MAX_INFO_KEYS = 1000
 MAX_WATCHERS = 4  # Health.Watch takes a thread for as long as it lasts.
 UNIX_PATH_NBYTES = 107  # sockaddr_un in Linux; others have less.
 
-# Without the ping timeout, current gRPC takes 60 s to notice a frozen peer. The learner
-# pings as often as it likes: it must notice as soon that this server is gone.
+KEEPALIVE_S = 10.0
+
+# The learner pings as often as it likes: it must notice as soon that this server is
+# gone.
 _OPTIONS = {
-    "grpc.keepalive_time_ms": 10_000,
-    "grpc.keepalive_timeout_ms": 10_000,
     "grpc.keepalive_permit_without_calls": 1,
-    "grpc.http2.ping_timeout_ms": 10_000,
     "grpc.http2.max_pings_without_data": 0,
-    "grpc.http2.min_recv_ping_interval_without_data_ms": 5_000,
     "grpc.http2.max_ping_strikes": 0,
     "grpc.server_handshake_timeout_ms": 5_000,  # For peers that connect and stop.
     "grpc.so_reuseport": 0,  # Or a second server would share the port in silence.
@@ -241,6 +239,8 @@ class Server:
       progress: [S, 2] float64, written by the server: the number of steps that the
         streams in this place ever took, and since when (`time.monotonic`) the present
         step lasts, 0 between steps. In shared memory, another process can watch.
+      keepalive_s: a learner whose machine is frozen or cut off is noticed within twice
+        this, and its environments are freed.
     """
 
     def __init__(
@@ -254,6 +254,7 @@ class Server:
         frames_per_step: int = 1,
         vector: bool = False,
         progress: np.ndarray | None = None,
+        keepalive_s: float = KEEPALIVE_S,
     ):
         self.address = server_addresses(server_address, 1)[0]
         self._make = env_init if vector else functools.partial(Environments, env_init)
@@ -261,6 +262,7 @@ class Server:
         self._num_streams = num_streams
         self._name = name
         self._frames_per_step = frames_per_step
+        self._keepalive_ms = round(1000 * keepalive_s)
         self._progress = np.zeros((num_streams, 2)) if progress is None else progress
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._server: grpc.Server | None = None
@@ -285,6 +287,10 @@ class Server:
         received = HEADERS_NBYTES + len(self._action_frame())
         options = {
             **_OPTIONS,
+            "grpc.keepalive_time_ms": self._keepalive_ms,
+            "grpc.keepalive_timeout_ms": self._keepalive_ms,
+            # Without it, current gRPC takes 60 s to notice a frozen peer.
+            "grpc.http2.ping_timeout_ms": self._keepalive_ms,
             "grpc.max_receive_message_length": received,
             "grpc.max_concurrent_streams": self._num_streams + SPARE_THREADS,
         }
@@ -496,6 +502,7 @@ class Server:
         seed = env_seed(hello.seed, hello.first_env_id, hello.incarnation, 0)
         random.seed(seed)
         np.random.seed(seed)
+        progress[1] = time.monotonic()  # To be made may take too long, too.
         envs = self._make(
             self._num_envs,
             seed=hello.seed,
@@ -510,6 +517,7 @@ class Server:
                     f"{envs.observation_space} and {envs.action_space}; expected "
                     f"{self._observation_space} and {self._action_space}"
                 )
+            progress[1] = 0.0  # A `yield` waits for the network.
             yield wire.encode(ToLearner(welcome=self._welcome(step_arrays)))
             progress[1] = time.monotonic()
             envs.reset(rows)

@@ -162,8 +162,15 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--stall_timeout_s",
         type=number(1),
         default=300.0,
-        help="a run whose step count stands still this long dumps all stacks, writes a "
-        "checkpoint and stops",
+        help="a run whose step count stands still this long says what it waits for and "
+        "dumps all stacks; then --on_stall decides",
+    )
+    run.add_argument(
+        "--on_stall",
+        choices=["stop", "wait"],
+        default="stop",
+        help="stop: write a checkpoint and end the run with a non-zero status. wait: "
+        "go on waiting, and say so again every --stall_timeout_s",
     )
     run.add_argument(
         "--wandb",
@@ -339,7 +346,15 @@ def add_server_flags(group: Any) -> None:
         type=number(1),
         default=120.0,
         help="an environment that takes longer for one step or reset hangs: its "
-        "server process shows its stacks, is killed and started again",
+        "server process shows its stacks, is killed and started again. A learner gives "
+        "up on a server that takes a little longer still, and connects anew",
+    )
+    group.add_argument(
+        "--keepalive_s",
+        type=number(0.1),
+        default=10.0,
+        help="a machine that is frozen or cut off from the network is noticed within "
+        "twice this time, by the learner and by the servers",
     )
 
 
@@ -351,6 +366,7 @@ SERVER_FLAGS = (
     "envs_per_stream",
     "streams_per_server",
     "env_step_timeout_s",
+    "keepalive_s",
 )
 
 

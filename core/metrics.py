@@ -29,6 +29,7 @@ import numbers
 import os
 import platform
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -988,6 +989,15 @@ def write_meta(
     meta["starts"] = [*starts, start]
     text = json.dumps(meta, indent=2, default=str)
     _write_atomically(run_dir / "meta.json", text + "\n")
+
+
+def run_id(recorded: Mapping[str, Any]) -> str:
+    """Return the random name of a run, recorded in its meta.json or new.
+
+    Environment servers tell a run that comes back by it from another one of the same
+    name, which may be anybody's.
+    """
+    return recorded.get("run_id") or secrets.token_hex(8)
 
 
 def read_meta(run_dir: Path) -> dict[str, Any]:

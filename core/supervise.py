@@ -151,26 +151,50 @@ class RestartBudget:
 class Watchdog:
     """Raises `StallError`, with every thread's stack on stderr, when nothing moves.
 
-    `progress(value)` is called on each tick of the main loop. Should the main loop
+    `progress` or `rest` is called on each tick of the main loop. Should the main loop
     itself hang, faulthandler's own thread, which needs no GIL, dumps the stacks after
     twice the limit and HANG_GRACE_S, and ends the process.
+
+    Args:
+      limit_s: how long nothing may move.
+      on_stall: "stop", or "wait" to say it each time and raise nothing.
     """
 
-    def __init__(self, limit_s: float):
+    def __init__(self, limit_s: float, on_stall: str = "stop"):
         self._limit_s = limit_s
+        self._on_stall = on_stall
         self._value: Any = None
         self._since = time.monotonic()
 
-    def progress(self, value: Any) -> None:
+    def progress(self, value: Any, stage: Callable[[], str] | None = None) -> None:
+        """Say how far the run is, and what it waits for should that be where it was.
+
+        Raises:
+          StallError: it has been there for longer than the limit.
+        """
         now = time.monotonic()
         if value != self._value:
             self._value, self._since = value, now
         elif now - self._since > self._limit_s:
+            waits_for = "" if stage is None else f", waiting for {stage()}"
             dump_stacks()
-            raise StallError(
+            text = (
                 f"no progress for {now - self._since:.0f} s (--stall_timeout_s "
-                f"{self._limit_s:g}) at {self._value}; every thread's stack is above"
+                f"{self._limit_s:g}) at {self._value}{waits_for}; every thread's stack "
+                "is above"
             )
+            if self._on_stall == "stop":
+                raise StallError(text)
+            log.error("%s. Waiting on (--on_stall wait).", text)
+            self._since = now
+        self._watch_main_loop()
+
+    def rest(self) -> None:
+        """Say that there is nothing to do: the time does not count."""
+        self._since = time.monotonic()
+        self._watch_main_loop()
+
+    def _watch_main_loop(self) -> None:
         faulthandler.dump_traceback_later(
             2 * self._limit_s + HANG_GRACE_S, exit=True, file=_stderr()
         )
@@ -180,8 +204,25 @@ class Watchdog:
 
 
 def dump_stacks() -> None:
-    """Write the stack of every Python thread of this process to stderr."""
+    """Write to stderr what every thread does: Python's stacks, and all states."""
     faulthandler.dump_traceback(file=_stderr(), all_threads=True)
+    for line in thread_states():
+        print(line, file=_stderr())
+    _stderr().flush()
+
+
+def thread_states() -> Iterator[str]:
+    """Yield a line for each thread of this process, C++ ones too. Linux only.
+
+    S sleeps, R runs, D waits for a disk; what it sleeps in is the kernel's word.
+    """
+    for task in sorted(Path("/proc/self/task").glob("*")):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            name = (task / "comm").read_text().strip()
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            sleeps_in = (task / "wchan").read_text().strip("0") or "-"
+            yield f"thread {task.name} {name}: {fields[0]} {sleeps_in}, CPU {cpu_s:g} s"
 
 
 def _stderr() -> Any:

@@ -36,6 +36,7 @@
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
+#include <cstdio>
 #include <cstring>
 #include <deque>
 #include <exception>
@@ -59,6 +60,10 @@ using Clock = std::chrono::steady_clock;
 constexpr double kFirstBackoffS = 0.1;  // Doubles with every attempt...
 constexpr double kMaxBackoffS = 1.0;    // ...up to this.
 constexpr size_t kMaxEvents = 1000;
+// How late a server that does not answer may be noticed, as a part of its time
+// and at most.
+constexpr double kLateness = 0.05;
+constexpr double kMaxLatenessS = 1.0;
 constexpr size_t kMaxTextBytes = 16 << 10;  // Of what a server says.
 constexpr const char* kMalformed = "the server sent a malformed message: ";
 
@@ -95,6 +100,11 @@ class Histogram {
   std::array<int64_t, 256> counts_ = {};
   double total_s_ = 0;
 };
+
+Clock::duration seconds(double s) {
+  return std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(s));
+}
 
 bool is_busy(StreamState state) {
   return state == StreamState::kReceiving ||
@@ -206,7 +216,7 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
     int attempts = 0;  // To connect, since the last step.
     int failures = 0;  // Since the last finished rollout.
     int64_t steps = 0;
-    Clock::time_point action_sent;
+    Clock::time_point asked_at;  // When it began to wait for its server.
     Histogram latency;
 
     Slab* slab = nullptr;  // Its rollout's, if any.
@@ -271,11 +281,13 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
   void connect(Lock& lock, Actor& actor);
   Actor* next_to_resume_locked();
   Actor* next_to_connect_locked();
+  void give_up_silent_locked(Lock& lock);
   bool has_ended_locked() const;
   void tear_down();
   void poke();
 
   std::string where_locked(const Actor& actor) const;
+  double waiting_s_locked(const Actor& actor, Clock::time_point now) const;
   void note_locked(std::string line);
 
   const PoolOptions options_;
@@ -303,6 +315,8 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
   std::multimap<Clock::time_point, Actor*> to_connect_;
   std::deque<Actor*> to_resume_;  // In kReceiving, with a held message.
   std::deque<Actor*> waiting_for_room_;
+  // When to look next for servers that do not answer.
+  Clock::time_point next_look_ = Clock::time_point::max();
   std::vector<std::unique_ptr<Slab>> slabs_;  // By serial.
   uint64_t next_serial_ = 0;
   std::mt19937_64 random_{std::random_device{}()};
@@ -368,7 +382,9 @@ void ActorPool::Impl::stop() {
 
 void ActorPool::Impl::work() {
   Lock lock(mu_);
+  if (options_.step_timeout_s > 0) next_look_ = Clock::now();
   while (!has_ended_locked()) {
+    if (Clock::now() >= next_look_) give_up_silent_locked(lock);
     if (Actor* actor = next_to_resume_locked()) {
       Segments message = *std::exchange(actor->held, std::nullopt);
       lock.unlock();
@@ -377,11 +393,34 @@ void ActorPool::Impl::work() {
     } else if (Actor* due = next_to_connect_locked()) {
       connect(lock, *due);
     } else if (to_connect_.empty() || scout_) {
-      wait_interruptibly(lock, changed_);
+      wait_interruptibly(lock, changed_, next_look_);
     } else {
-      wait_interruptibly(lock, changed_, to_connect_.begin()->first);
+      wait_interruptibly(lock, changed_,
+                         std::min(to_connect_.begin()->first, next_look_));
     }
   }
+}
+
+// Ends the streams whose servers have not answered in time. Lets go of the lock
+// meanwhile.
+void ActorPool::Impl::give_up_silent_locked(Lock& lock) {
+  const auto now = Clock::now();
+  const double limit_s = options_.step_timeout_s;
+  std::vector<std::shared_ptr<Stream>> streams;
+  for (const auto& actor : actors_) {
+    if (actor->closing || waiting_s_locked(*actor, now) <= limit_s) continue;
+    std::array<char, 32> limit = {};
+    std::snprintf(limit.data(), limit.size(), "%g", limit_s);
+    note_locked(where_locked(*actor) + ": the server has not answered for " +
+                limit.data() + " s; connecting anew");
+    give_up_locked(*actor);
+    streams.push_back(actor->stream);
+  }
+  next_look_ = now + seconds(std::min(kLateness * limit_s, kMaxLatenessS));
+  lock.unlock();
+  for (const auto& stream : streams)
+    stream->cancel();  // on_closed will follow.
+  lock.lock();
 }
 
 bool ActorPool::Impl::has_ended_locked() const {
@@ -488,6 +527,7 @@ void ActorPool::Impl::on_connected(Actor& actor) {
   std::lock_guard lock(mu_);
   if (actor.state == StreamState::kConnecting) {
     actor.state = StreamState::kGreeting;
+    actor.asked_at = Clock::now();
   }
 }
 
@@ -580,6 +620,7 @@ void ActorPool::Impl::on_welcome(Actor& actor, const Segments& message,
       actor.outputs.clear();
       actor.agent_state = env->initial_state;
       actor.state = StreamState::kWaitingForEnv;
+      actor.asked_at = Clock::now();
       return;
     }
     actor.attempts = 0;
@@ -659,7 +700,7 @@ void ActorPool::Impl::receive(Actor& actor, Segments message) {
     bool with_outputs;
     {
       Lock lock(mu_);
-      actor.latency.add(now - actor.action_sent);
+      actor.latency.add(now - actor.asked_at);
       with_outputs = has_outputs(lock, *actor.slab);
     }
     write_row(actor, message, actor.row + 1, with_outputs);
@@ -816,7 +857,7 @@ void ActorPool::Impl::on_answer(Actor& actor, const Outputs* outputs,
       std::lock_guard lock(mu_);
       if (is_over_locked(actor)) return;
       actor.state = StreamState::kWaitingForEnv;
-      actor.action_sent = Clock::now();
+      actor.asked_at = Clock::now();
       stream = actor.stream;
     }
     stream->send(std::move(message));
@@ -1125,10 +1166,7 @@ void ActorPool::Impl::finish_close_locked(Actor& actor) {
     delay_s *= std::uniform_real_distribution(0.5, 1.0)(random_);
   }
   actor.state = StreamState::kWaitingToConnect;
-  to_connect_.emplace(
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                         std::chrono::duration<double>(delay_s)),
-      &actor);
+  to_connect_.emplace(Clock::now() + seconds(delay_s), &actor);
   changed_.notify_all();
 }
 
@@ -1153,6 +1191,16 @@ std::string ActorPool::Impl::where_locked(const Actor& actor) const {
             std::to_string(first + env_->num_envs - 1);
   }
   return text + "), step " + std::to_string(actor.next_seq);
+}
+
+// How long the stream has been waiting for its server; 0 if it is not.
+double ActorPool::Impl::waiting_s_locked(const Actor& actor,
+                                         Clock::time_point now) const {
+  if (actor.state != StreamState::kGreeting &&
+      actor.state != StreamState::kWaitingForEnv) {
+    return 0;
+  }
+  return std::chrono::duration<double>(now - actor.asked_at).count();
 }
 
 void ActorPool::Impl::note_locked(std::string line) {
@@ -1196,6 +1244,7 @@ PoolStats ActorPool::Impl::stats() const {
   stats.discarded = discarded_ + dropped;
   stats.in_flight = in_slabs_ + enqueued_ - stats.learned - dropped;
 
+  const auto now = Clock::now();
   for (const auto& actor : actors_) {
     const auto [found, is_new] =
         by_address.emplace(actor->address, stats.addresses.size());
@@ -1210,6 +1259,7 @@ PoolStats ActorPool::Impl::stats() const {
     latencies[found->second].add(actor->latency);
     stats.connected += actor->welcomed;
     stats.states.push_back(actor->state);
+    stats.waiting_s.push_back(waiting_s_locked(*actor, now));
   }
   for (size_t i = 0; i < latencies.size(); ++i) {
     stats.addresses[i].p50_ms = latencies[i].quantile_ms(0.50);
@@ -1246,6 +1296,9 @@ PoolOptions checked(PoolOptions options) {
   require(options.max_failures >= 1, "max_failures is " +
                                          std::to_string(options.max_failures) +
                                          ", expected at least 1");
+  require(options.step_timeout_s >= 0,
+          "step_timeout_s is " + std::to_string(options.step_timeout_s) +
+              ", expected at least 0");
   require(options.initial_agent_state.structure != nullptr,
           "initial_agent_state is missing; without a state it is ()");
   check_initial_state(options.initial_agent_state);

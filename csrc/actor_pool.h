@@ -29,7 +29,8 @@ struct PoolOptions {
   std::string run_id;
   std::string version;
   uint64_t first_incarnation = 0;
-  int max_failures = 5;  // In a row, on one stream, without a rollout.
+  int max_failures = 5;       // In a row, on one stream, without a rollout.
+  double step_timeout_s = 0;  // For a server to answer; 0: for ever.
 };
 
 // What a stream is doing.
@@ -74,6 +75,7 @@ struct PoolStats {
   int64_t slabs_open = 0;        // Learner batches being filled.
   double batch_fill = 0;         // Mean size of an inference batch, ever.
   std::vector<StreamState> states;      // By stream.
+  std::vector<double> waiting_s;        // By stream: for its server, else 0.
   std::vector<AddressStats> addresses;  // In the order of first appearance.
 };
 
@@ -106,7 +108,9 @@ struct PoolStats {
 // The other methods may be called by any thread and do not wait.
 //
 // A server that goes away costs the rollouts under way; its streams return to
-// it for ever. max_failures failures in a row, or a permanent one, end the run.
+// it for ever. So they do to one that does not answer for step_timeout_s, which
+// the network cannot tell from one that thinks. max_failures failures in a row,
+// or a permanent one, end the run.
 class ActorPool {
  public:
   // Throws std::invalid_argument.

@@ -527,7 +527,8 @@ std::shared_ptr<ActorPool> make_actor_pool(
     const py::object& initial_agent_state, bool named_rows,
     std::vector<std::string> inference_keys, std::vector<std::string> info_keys,
     uint64_t seed, std::string run_id, uint64_t first_incarnation,
-    int max_failures, int num_threads) {
+    int max_failures, double step_timeout_s, double keepalive_s,
+    int num_threads) {
   for (const auto& address : env_server_addresses) check_address(address);
   PoolOptions options;
   options.unroll_length = unroll_length;
@@ -543,10 +544,11 @@ std::shared_ptr<ActorPool> make_actor_pool(
   options.version = TORCHBEAST_VERSION;
   options.first_incarnation = first_incarnation;
   options.max_failures = max_failures;
+  options.step_timeout_s = step_timeout_s;
   // run() holds a reference: none of its threads, which may want the GIL, is
   // left to be waited for when the pool is destroyed.
   const auto pool = std::make_shared<ActorPool>(
-      std::move(options), make_grpc_transport(num_threads));
+      std::move(options), make_grpc_transport(num_threads, keepalive_s));
   std::erase_if(pools(), [](const auto& weak) { return weak.expired(); });
   pools().push_back(pool);
   return pool;
@@ -579,6 +581,7 @@ py::dict to_python(const PoolStats& stats) {
   result["slabs_open"] = stats.slabs_open;
   result["batch_fill"] = stats.batch_fill;
   result["states"] = states;
+  result["waiting_s"] = stats.waiting_s;
   result["addresses"] = by_address;
   return result;
 }
@@ -727,7 +730,9 @@ void bind_actor_pool(py::module_& m) {
            py::arg("inference_keys") = py::tuple(),
            py::arg("info_keys") = py::tuple(), py::arg("seed") = 0,
            py::arg("run_id") = "", py::arg("first_incarnation") = 0,
-           py::arg("max_failures") = 5, py::arg("num_threads") = 1)
+           py::arg("max_failures") = 5, py::arg("step_timeout_s") = 0.0,
+           py::arg("keepalive_s") = kDefaultKeepaliveS,
+           py::arg("num_threads") = 1)
       .def(
           "run",  // Blocks.
           [](const Pool& self) { call_without_gil([&] { self->run(); }); },

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -30,25 +31,27 @@ constexpr const char* kDescribeMethod = "/torchbeast.EnvServer/Describe";
 // A path of sockaddr_un, without its final 0.
 constexpr size_t kMaxUnixPath = 107;
 
-// A peer that is cut off is noticed after the two together. Both gRPC
-// generations need all of these: the newer looks at ping_timeout.
-constexpr int kKeepaliveTimeMs = 10000;
-constexpr int kKeepaliveTimeoutMs = 10000;
-
 // For TCP and HTTP/2 to come up. gRPC takes it from min_reconnect_backoff; its
 // back-off itself never matters here, as every attempt is a channel of its own.
 constexpr int kConnectTimeoutMs = 3000;
+
+// What gRPC takes, in milliseconds and in an int.
+constexpr double kMinKeepaliveS = 0.01;
+constexpr double kMaxKeepaliveS = 1e6;
 
 constexpr int kMaxFrameBytes = (1 << 24) - 1;  // HTTP/2 allows no more.
 
 constexpr auto kDescribeRetry = std::chrono::milliseconds(100);
 
-std::shared_ptr<grpc::Channel> make_channel(const std::string& address) {
+std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
+                                            double keepalive_s) {
   check_address(address);
   grpc::ChannelArguments args;
-  args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveTimeMs);
-  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
-  args.SetInt("grpc.http2.ping_timeout_ms", kKeepaliveTimeoutMs);
+  const auto keepalive_ms = static_cast<int>(std::lround(1e3 * keepalive_s));
+  // Both gRPC generations need all of these: the newer looks at ping_timeout.
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, keepalive_ms);
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, keepalive_ms);
+  args.SetInt("grpc.http2.ping_timeout_ms", keepalive_ms);
   args.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectTimeoutMs);
@@ -152,11 +155,12 @@ class GrpcTransport;
 class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
  public:
   GrpcStream(GrpcTransport* transport, const std::string& address,
-             StreamEvents* events, grpc::CompletionQueue* queue)
+             double keepalive_s, StreamEvents* events,
+             grpc::CompletionQueue* queue)
       : transport_(transport),
         events_(events),
         queue_(queue),
-        channel_(make_channel(address)) {}
+        channel_(make_channel(address, keepalive_s)) {}
 
   void start(std::string first_message);
   void send(std::string message);
@@ -204,11 +208,18 @@ class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
 
 class GrpcTransport final : public Transport {
  public:
-  explicit GrpcTransport(int num_threads) {
+  GrpcTransport(int num_threads, double keepalive_s)
+      : keepalive_s_(keepalive_s) {
     if (num_threads < 1) {
       throw std::invalid_argument("num_threads is " +
                                   std::to_string(num_threads) +
                                   ", expected at least 1");
+    }
+    if (!(keepalive_s >= kMinKeepaliveS && keepalive_s <= kMaxKeepaliveS)) {
+      throw std::invalid_argument("keepalive_s is " +
+                                  std::to_string(keepalive_s) + ", expected " +
+                                  std::to_string(kMinKeepaliveS) + " to " +
+                                  std::to_string(kMaxKeepaliveS));
     }
     for (int i = 0; i < num_threads; ++i) {
       queues_.push_back(std::make_unique<grpc::CompletionQueue>());
@@ -238,6 +249,7 @@ class GrpcTransport final : public Transport {
     }
   }
 
+  const double keepalive_s_;
   std::vector<std::unique_ptr<grpc::CompletionQueue>> queues_;
   std::vector<std::thread> threads_;
 
@@ -355,7 +367,7 @@ std::shared_ptr<Stream> GrpcTransport::connect(const std::string& address,
     queue = queues_[next_queue_++ % queues_.size()].get();
   }
   return std::make_shared<Handle>(
-      std::make_shared<GrpcStream>(this, address, events, queue));
+      std::make_shared<GrpcStream>(this, address, keepalive_s_, events, queue));
 }
 
 void GrpcTransport::add(const std::shared_ptr<GrpcStream>& stream) {
@@ -406,8 +418,9 @@ void check_address(const std::string& address) {
   }
 }
 
-std::unique_ptr<Transport> make_grpc_transport(int num_threads) {
-  return std::make_unique<GrpcTransport>(num_threads);
+std::unique_ptr<Transport> make_grpc_transport(int num_threads,
+                                               double keepalive_s) {
+  return std::make_unique<GrpcTransport>(num_threads, keepalive_s);
 }
 
 namespace {
@@ -452,7 +465,7 @@ std::string describe(const std::string& address, const std::string& hello,
     {
       OneCall one_call;
       one_call.context.set_deadline(deadline);
-      grpc::GenericStub stub(make_channel(address));
+      grpc::GenericStub stub(make_channel(address, kDefaultKeepaliveS));
       const auto call =
           stub.PrepareUnaryCall(&one_call.context, kDescribeMethod,
                                 to_buffer(hello), &one_call.queue);

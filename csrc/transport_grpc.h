@@ -12,6 +12,8 @@
 
 namespace torchbeast {
 
+inline constexpr double kDefaultKeepaliveS = 10;
+
 // Throws std::invalid_argument, saying what is wrong, unless `address` is
 // "unix:PATH", with a path that a socket can have, or "HOST:PORT".
 void check_address(const std::string& address);
@@ -19,8 +21,11 @@ void check_address(const std::string& address);
 // Streams of /torchbeast.EnvServer/Stream. `num_threads` threads, each with a
 // completion queue of its own, receive for all streams; a stream stays with one
 // of them. Every stream has a connection of its own, so that none waits for
-// another's bytes and none inherits another's back-off.
-std::unique_ptr<Transport> make_grpc_transport(int num_threads = 1);
+// another's bytes and none inherits another's back-off. A peer whose machine is
+// frozen, or cut off, is noticed within twice `keepalive_s`; one whose program
+// hangs is not, as its gRPC goes on answering pings.
+std::unique_ptr<Transport> make_grpc_transport(
+    int num_threads = 1, double keepalive_s = kDefaultKeepaliveS);
 
 // Asks the server at `address` what its streams are like: sends the bytes of a
 // Hello to /torchbeast.EnvServer/Describe and returns the bytes of the Welcome.

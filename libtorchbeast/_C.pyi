@@ -189,6 +189,9 @@ class ActorPool:
       seed, run_id, first_incarnation: told to the servers.
       max_failures: failures in a row, on one stream without a finished rollout, that
         end the run.
+      step_timeout_s: a server that does not answer for so long is given up, and
+        connected to anew; 0: never.
+      keepalive_s: a machine that is frozen or cut off is noticed within twice this.
       num_threads: threads that receive.
 
     Raises:
@@ -210,6 +213,8 @@ class ActorPool:
         run_id: str = "",
         first_incarnation: int = 0,
         max_failures: int = 5,
+        step_timeout_s: float = 0.0,
+        keepalive_s: float = 10.0,
         num_threads: int = 1,
     ) -> None: ...
     def run(self) -> None:
@@ -239,6 +244,7 @@ class ActorPool:
           slabs_open: learner batches being filled.
           batch_fill: mean number of environments in an inference batch so far.
           states: what each stream is doing.
+          waiting_s: how long each stream has been waiting for its server, else 0.
           addresses: by address: streams, connected, steps, and of the time from an
             action sent to its step received p50_ms, p99_ms and env_s, the sum.
         """

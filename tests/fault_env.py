@@ -57,6 +57,11 @@ def make_hanging() -> FaultEnv:
     return FaultEnv(lambda: time.sleep(1e6), at_step=25)
 
 
+def make_hanging_in_some() -> FaultEnv:
+    """Hangs in servers that were started with HANGS in their environment."""
+    return make_hanging() if "HANGS" in os.environ else FaultEnv(fail, at_step=-1)
+
+
 def make_hanging_in_c() -> FaultEnv:
     """Hangs with the GIL held, as C code may."""
     return FaultEnv(lambda: ctypes.PyDLL(None).sleep(10**6), at_step=25)

@@ -293,3 +293,60 @@ def test_the_agent_is_the_same_text_in_both_trainers(name):
     assert inspect.getsource(getattr(monobeast, name)) == inspect.getsource(
         getattr(polybeast, name)
     )
+
+
+# ------------------------------------------------------------------ what the loop says
+
+
+def pool(**changes):
+    """What `ActorPool.stats` says of three streams, in part."""
+    return {
+        "connected": 3,
+        "states": ["waiting_for_env", "receiving", "waiting_for_env"],
+        "waiting_s": [5.0, 0.0, 7.0],
+        "received": 10,
+        "learned": 5,
+        "discarded": 2,
+        "in_flight": 3,
+        **changes,
+    }
+
+
+def test_lost_contact_is_said_again_and_again_until_there_is_one(monkeypatch, caplog):
+    now = 1000.0
+    monkeypatch.setattr(polybeast.time, "monotonic", lambda: now)
+    contact = polybeast.Contact()
+    assert not contact.is_lost(pool(), "")
+    for _ in range(2):  # The second loss is like the first.
+        caplog.clear()
+        assert contact.is_lost(pool(connected=0), "a: refused")
+        now += polybeast.NO_SERVER_S
+        assert contact.is_lost(pool(connected=0), "a: refused")
+        assert not caplog.records
+        for _ in range(2):
+            now += polybeast.NO_SERVER_S + 1
+            assert contact.is_lost(pool(connected=0), "b: reset")
+        assert ["b: reset" in r.message for r in caplog.records] == [True, True]
+        now += 1
+        assert not contact.is_lost(pool(connected=1), "b: reset")
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({}, "the environment server c, which has not answered for 7 s (streams: "),
+        ({"connected": 0}, "environment servers, none of which is connected"),
+        ({"states": ["waiting_for_inference", "receiving"]}, "inference"),
+        ({"states": ["waiting_for_room", "waiting_for_inference"]}, "the learner"),
+    ],
+)
+def test_the_stage_that_a_run_waits_for_is_named(changes, named):
+    queue = libtorchbeast.BatchingQueue()
+    text = polybeast.stage(pool(**changes), ["a", "b", "c"], queue)
+    assert text.startswith(named)
+
+
+def test_a_ledger_that_does_not_add_up_is_an_error():
+    polybeast.check_ledger(pool())
+    with pytest.raises(RuntimeError, match="10 steps received = 5 learned .* 4 in fl"):
+        polybeast.check_ledger(pool(in_flight=4))

@@ -318,6 +318,12 @@ def test_remote_servers_know_their_own_environment():
     assert parse("--server_addresses host:1 --env Catch").env == "Catch"
 
 
+def test_the_learner_has_timeouts_of_its_own():
+    text = "--server_addresses host:1 --env_step_timeout_s 3 --keepalive_s 0.5"
+    flags = parse(text)
+    assert (flags.env_step_timeout_s, flags.keepalive_s) == (3.0, 0.5)
+
+
 @pytest.mark.parametrize(
     "flag",
     [
@@ -326,7 +332,6 @@ def test_remote_servers_know_their_own_environment():
         "--envs_per_stream 8",
         "--streams_per_server 2",
         "--pipes_basename unix:/tmp/polybeast",
-        "--env_step_timeout_s 3",
         "--sticky_actions 0.25",
         "--no-episodic_life",
     ],

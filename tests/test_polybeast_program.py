@@ -291,7 +291,9 @@ def test_a_stopped_run_goes_on_and_plays_other_games(train, run_dir):
     flags = [*LOCAL, "--env", "Catch", "--use_lstm", "--seed", 5]
     program = train(*flags, "--total_steps", ENDLESS)
     program.wait_for(lambda: num_rows(run_dir) and log_rows(run_dir)[-1]["games"] > "0")
-    assert "run 'x' at unix:, start 0" in stop(program)
+    words = stop(program)
+    run_id = meta(run_dir)["run_id"]
+    assert f"run 'x ({run_id})' at unix:, start 0" in words
     before, rows_before = load(run_dir), log_rows(run_dir)
     assert meta(run_dir)["first_env_seeds"] == [
         env_seed(5, i, 0, 0) for i in range(N * K)
@@ -301,7 +303,8 @@ def test_a_stopped_run_goes_on_and_plays_other_games(train, run_dir):
     assert program.wait() == 0, program.text()
     text = program.text()
     assert f"goes on from step {before.step}" in text
-    assert f"run 'x' at unix:, start {1 << 16}" in text
+    assert f"run 'x ({run_id})' at unix:, start {1 << 16}" in text
+    assert meta(run_dir)["run_id"] == run_id
     assert meta(run_dir)["first_env_seeds"] == [
         env_seed(5, i, 1 << 16, 0) for i in range(N * K)
     ]
@@ -369,6 +372,24 @@ def test_a_hung_server_is_replaced_and_training_goes_on(train, run_dir):
     assert "(--env_step_timeout_s)" in program.text()
     assert "(its environment hung)" in program.text()
     assert int(log_rows(run_dir)[-1]["reconnects"]) >= N
+
+
+def test_a_learner_gives_up_on_a_server_whose_own_supervisor_does_not(
+    train, serve, run_dir, folder, monkeypatch
+):
+    flags = ["--env", "tests.fault_env:make_hanging_in_some", "--num_servers", 1]
+    flags += ["--streams_per_server", 1, "--envs_per_stream", K, "--server_address"]
+    serve(*flags, f"unix:{folder}/plays")
+    monkeypatch.setenv("HANGS", "")
+    serve(*flags, f"unix:{folder}/hangs")
+    addresses = f"unix:{folder}/hangs,unix:{folder}/plays"
+    options = ["--env_step_timeout_s", 1, "--total_steps", ENDLESS]
+    program = train(*SIZES, "--server_addresses", addresses, *options)
+    program.wait_for_text("/hangs (stream 0, environments 0 to 1), step 25: the server")
+    program.wait_for_text("has not answered for 3 s; connecting anew")
+    rows = num_rows(run_dir)
+    program.wait_for(lambda: num_rows(run_dir) > rows + 3)
+    assert re.search(r"\n.*INFO *\d+ steps received = \d+ learned \+", stop(program))
 
 
 def test_a_server_that_always_dies_ends_the_run_with_its_last_words(train, run_dir):
@@ -570,8 +591,10 @@ def test_an_environment_that_hangs_ends_the_run_with_every_stack(train, run_dir)
     text = program.text()
     for function in ("train_async", "learn_loop", "inference"):
         assert f"in {function}" in text
-    assert "StallError: no progress for" in text.splitlines()[-1]
-    assert "(--stall_timeout_s 2) at step 0" in text.splitlines()[-1]
+    last = text.splitlines()[-1]
+    assert "StallError: no progress for" in last
+    assert "(--stall_timeout_s 2) at step 0, waiting for the environment se" in last
+    assert f"(streams: {N} waiting_for_env; learner queue: 0)" in last
     assert load(run_dir).step == 0
     wait_until(lambda: ended(family))
 

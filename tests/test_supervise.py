@@ -4,6 +4,7 @@
 import collections
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -251,6 +252,50 @@ def test_standing_still_any_longer_raises_and_shows_every_stack(watchdog, clock,
     stacks = capfd.readouterr().err
     assert "in stand_still" in stacks
     assert "in test_standing_still_any_longer" in stacks
+
+
+def test_the_stage_is_named(watchdog, clock):
+    watchdog.progress("step 3", lambda: "nothing yet")
+    clock.now += 70.5
+    with pytest.raises(StallError, match="at step 3, waiting for the postman;"):
+        watchdog.progress("step 3", lambda: "the postman")
+
+
+def test_a_stall_may_be_waited_out_and_is_said_each_time(clock, caplog):
+    watchdog = Watchdog(limit_s=70.0, on_stall="wait")
+    watchdog.progress("step 3")
+    for said in (1, 2, 3):
+        clock.now += 70.5
+        watchdog.progress("step 3")
+        assert len(caplog.records) == said
+        watchdog.progress("step 3")  # At once again: nothing new.
+        assert len(caplog.records) == said
+    assert "no progress for 70 s" in caplog.text
+    watchdog.close()
+
+
+def test_time_at_rest_does_not_count(watchdog, clock):
+    watchdog.progress("step 3")
+    for _ in range(3):
+        clock.now += 69.0
+        watchdog.rest()
+    clock.now += 69.0
+    watchdog.progress("step 3")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_threads_without_python_are_listed_too():
+    done = run_python("""
+        import torch
+        from core.supervise import thread_states
+        torch.set_num_threads(3)
+        x = torch.ones(2000, 2000); x @ x  # Starts OpenMP's threads.
+        lines = list(thread_states())
+        assert len(lines) >= 3, lines
+        print(*lines, sep="\\n")
+    """)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"thread \d+ python\S*: R \S+, CPU [\d.]+ s$", done.stdout, re.M)
 
 
 def test_a_main_loop_that_hangs_is_ended_with_its_stack():

@@ -196,6 +196,7 @@ struct RigOptions {
   bool named_rows = false;
   std::vector<std::string> inference_keys;
   int max_failures = 5;
+  double step_timeout_s = 0;
   int num_threads = 2;
 };
 
@@ -222,6 +223,7 @@ struct Rig {
     pool_options.version = "1.2.3";
     pool_options.first_incarnation = 100;
     pool_options.max_failures = options.max_failures;
+    pool_options.step_timeout_s = options.step_timeout_s;
     named_rows = options.named_rows;
     pool = std::make_unique<ActorPool>(
         std::move(pool_options),
@@ -629,6 +631,74 @@ TEST(a_first_server_that_is_away_does_not_stop_the_others) {
   }
   rig.pool->stop();
   CHECK_EQ(server.errors(), 0);
+}
+
+// --- Servers that do not answer ----------------------------------------------
+
+TEST(a_server_that_does_not_greet_is_given_up_and_tried_again_for_ever) {
+  RigOptions options;
+  options.step_timeout_s = 0.02;
+  options.max_failures = 1;
+  Rig rig(options);
+  rig.start();
+  for (int i = 0; i < 5; ++i) {
+    Player player(rig.network->accept());
+    player.connection->receive();  // Hello.
+    player.connection->wait_closed();
+  }
+  CHECK_EQ(rig.pool->stats().failures, 0);
+  CHECK(rig.pool->take_events().at(0).find("not answered for 0.02 s") !=
+        std::string::npos);
+}
+
+TEST(a_server_that_never_sends_its_first_row_is_given_up) {
+  RigOptions options;
+  options.step_timeout_s = 0.5;
+  Rig rig(options);
+  rig.start();
+  Player player(rig.network->accept());
+  player.greet();
+  player.connection->wait_closed();
+  Player(rig.network->accept()).greet();
+  rig.wait_for(StreamState::kWaitingForEnv);
+  CHECK_EQ(rig.pool->stats().reconnects, 1);
+}
+
+TEST(a_server_that_hangs_in_a_step_is_given_up_and_its_rollout_discarded) {
+  RigOptions options;
+  options.step_timeout_s = 0.5;
+  Rig rig(options);
+  rig.start();
+  Player player(rig.network->accept());
+  player.greet();
+  play(rig, player, 3);
+  CHECK(rig.pool->stats().waiting_s.at(0) > 0);
+  player.connection->wait_closed();
+  Player again(rig.network->accept());
+  again.greet();
+  rig.wait_for(StreamState::kWaitingForEnv);
+  const PoolStats stats = rig.pool->stats();
+  CHECK_EQ(stats.received, 2);
+  CHECK_EQ(stats.discarded, 2);
+  CHECK(is_balanced(stats));
+}
+
+TEST(a_server_is_not_given_up_for_a_slow_agent) {
+  RigOptions options;
+  options.addresses = {"a", "silent"};
+  options.step_timeout_s = 0.5;
+  Rig rig(options);
+  rig.start();
+  Player player(rig.network->accept());
+  player.greet();
+  player.step();
+  rig.wait_for(StreamState::kWaitingForInference);
+  CHECK_EQ(rig.pool->stats().waiting_s.at(0), 0);
+  // Three times as long as the server would have had.
+  for (int i = 0; i < 3; ++i) rig.network->accept()->wait_closed();
+  CHECK(rig.state() == StreamState::kWaitingForInference);
+  rig.answer_batch();
+  player.take_action();
 }
 
 TEST(a_goodbye_is_no_failure) {

@@ -324,6 +324,12 @@ class Connection : public std::enable_shared_from_this<Connection> {
     });
   }
 
+  // Returns when either side has ended the stream.
+  void wait_closed() {
+    std::unique_lock lock(mu_);
+    changed_.wait(lock, [&] { return ended_; });
+  }
+
   // The next message of the pool.
   std::string receive() {
     std::unique_lock lock(mu_);
