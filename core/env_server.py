@@ -15,6 +15,7 @@ gymnasium.
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import functools
 import ipaddress
 import itertools
@@ -61,6 +62,7 @@ import grpc  # noqa: E402
 log = logging.getLogger(__name__)
 
 HELLO_S = 5.0  # For a stream to say hello; a learner does so at once.
+LOCK_S = 10.0  # For other servers that begin to listen in the same folder.
 TAKEOVER_S = 5.0  # For a stream whose learner has come back to end its last step.
 GRACE_S = 0.5  # For streams in the middle of a step when the server stops.
 HEADERS_NBYTES = 64 * 1024  # Of a received message, beside its arrays.
@@ -176,6 +178,39 @@ def check_address(address: str) -> None:
     )
 
 
+@contextlib.contextmanager
+def _taking(address: str) -> Iterator[None]:
+    """Check a unix socket's path, and keep other servers from taking it meanwhile.
+
+    gRPC would replace the socket of a live server, too, and say nothing.
+
+    Raises:
+      ConfigError: as `check_address`; or the folder stays locked.
+    """
+    if not address.startswith("unix:"):
+        yield
+        return
+    folder = os.path.dirname(address.removeprefix("unix:")) or "."
+    fd = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + LOCK_S
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"cannot listen at {address}: another process has had a lock "
+                        f"on {folder} for {LOCK_S:g} s. Choose another folder."
+                    ) from None
+                time.sleep(0.01)
+        check_address(address)
+        yield
+    finally:
+        os.close(fd)
+
+
 def _reason_not_bound(address: str) -> str:
     """Say why gRPC, which does not, could not listen at a TCP address."""
     host, _, port = address.rpartition(":")
@@ -282,7 +317,7 @@ class Server:
         Raises:
           ConfigError: the environment or the address cannot be served.
         """
-        check_address(self.address)
+        check_address(self.address)  # Before the rest, which takes longer.
         self._read_spaces()
         received = HEADERS_NBYTES + len(self._action_frame())
         options = {
@@ -300,15 +335,17 @@ class Server:
         )
         self._server.add_generic_rpc_handlers(self._handlers())
         is_unix = self.address.startswith("unix:")
-        umask = os.umask(0o177) if is_unix else None  # A socket only for this user.
-        try:
-            port = self._server.add_insecure_port(self.address)
-        except RuntimeError as error:
-            raise ConfigError(_reason_not_bound(self.address)) from error
-        finally:
-            if umask is not None:
-                os.umask(umask)
-        self._server.start()
+        with _taking(self.address):
+            # A socket only for this user.
+            umask = os.umask(0o177) if is_unix else None
+            try:
+                port = self._server.add_insecure_port(self.address)
+            except RuntimeError as error:
+                raise ConfigError(_reason_not_bound(self.address)) from error
+            finally:
+                if umask is not None:
+                    os.umask(umask)
+            self._server.start()
         if not is_unix:
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
         return self.address

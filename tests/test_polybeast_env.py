@@ -791,6 +791,34 @@ def test_a_dead_servers_socket_is_taken_over(serve, folder):
         client.step(0)
 
 
+def test_a_dead_owners_socket_is_taken_over_by_one_server_only(
+    folder, monkeypatch, background
+):
+    address = f"unix:{folder}/socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{folder}/socket")
+    both_have_looked = threading.Barrier(2)
+    check = env_server.check_address
+
+    def check_slowly(address):
+        check(address)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_looked.wait(timeout=0.5)
+
+    monkeypatch.setattr(env_server, "check_address", check_slowly)
+    servers = [env_server.Server(counting_env.make, address) for _ in range(2)]
+    starts = [background(server.start) for server in servers]
+    errors = [start.exception(timeout=DEADLINE_S) for start in starts]
+    loser = next(error for error in errors if error is not None)
+    assert errors.count(None) == 1
+    assert isinstance(loser, ConfigError) and "is in use" in str(loser)
+    winner = servers[errors.index(None)]
+    with EnvClient(address) as client:
+        client.step(0)
+    winner.stop()
+    winner.run()
+
+
 def test_a_socket_is_for_its_user_only(serve):
     mask = os.umask(0)
     try:
