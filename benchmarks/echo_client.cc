@@ -61,7 +61,8 @@ int main(int argc, char** argv) {
   std::vector<std::unique_ptr<Echo>> echoes;
   for (int i = 0; i < std::atoi(argv[2]); ++i) {
     echoes.push_back(std::make_unique<Echo>());
-    echoes.back()->stream = transport->connect(argv[3], echoes.back().get());
+    echoes.back()->stream = transport->connect(argv[3], echoes.back().get(),
+                                               torchbeast::kMaxMessageBytes);
     echoes.back()->stream->start("hello");
   }
   std::this_thread::sleep_for(std::chrono::seconds(1));

@@ -474,10 +474,12 @@ void ActorPool::Impl::connect(Lock& lock, Actor& actor) {
   actor.repeat = !env_ && actor.index > 0;
   ++actor.attempts;
   std::shared_ptr<Stream> before = std::move(actor.stream);
+  const size_t limit = env_ ? env_->max_message_bytes : kMaxMessageBytes;
 
   lock.unlock();
   before.reset();
-  std::shared_ptr<Stream> stream = transport_->connect(actor.address, &actor);
+  std::shared_ptr<Stream> stream =
+      transport_->connect(actor.address, &actor, limit);
   lock.lock();
   actor.stream = stream;
   lock.unlock();
@@ -592,8 +594,9 @@ void ActorPool::Impl::on_welcome(Actor& actor, const Segments& message,
     if (env) {
       check_same(*env, welcome);
     } else {  // This is the scout: there is no other.
-      made = std::make_unique<const EnvSpec>(make_env_spec(
-          actor.address, std::move(welcome), spec_options_, *buffers_));
+      made = std::make_unique<const EnvSpec>(
+          make_env_spec(actor.address, std::move(welcome), message.size(),
+                        spec_options_, *buffers_));
       env = made.get();
     }
   } catch (const ActorError& error) {

@@ -29,6 +29,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -520,6 +521,15 @@ void end() {
   call_without_gil([] { allocations().end(); });
 }
 
+// core.tls.Credentials: the contents of ca.pem, cert.pem and key.pem.
+using PemFiles = std::tuple<std::string, std::string, std::string>;
+
+std::optional<Tls> to_tls(std::optional<PemFiles> files) {
+  if (!files) return std::nullopt;
+  auto& [ca, cert, key] = *files;
+  return Tls{std::move(ca), std::move(cert), std::move(key)};
+}
+
 std::shared_ptr<ActorPool> make_actor_pool(
     int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
     std::shared_ptr<DynamicBatcher> inference_batcher,
@@ -528,7 +538,7 @@ std::shared_ptr<ActorPool> make_actor_pool(
     std::vector<std::string> inference_keys, std::vector<std::string> info_keys,
     uint64_t seed, std::string run_id, uint64_t first_incarnation,
     int max_failures, double step_timeout_s, double keepalive_s,
-    int num_threads) {
+    int num_threads, std::optional<PemFiles> tls) {
   for (const auto& address : env_server_addresses) check_address(address);
   PoolOptions options;
   options.unroll_length = unroll_length;
@@ -548,7 +558,8 @@ std::shared_ptr<ActorPool> make_actor_pool(
   // run() holds a reference: none of its threads, which may want the GIL, is
   // left to be waited for when the pool is destroyed.
   const auto pool = std::make_shared<ActorPool>(
-      std::move(options), make_grpc_transport(num_threads, keepalive_s));
+      std::move(options),
+      make_grpc_transport(num_threads, keepalive_s, to_tls(std::move(tls))));
   std::erase_if(pools(), [](const auto& weak) { return weak.expired(); });
   pools().push_back(pool);
   return pool;
@@ -589,13 +600,15 @@ py::dict to_python(const PoolStats& stats) {
 // Blocks.
 py::bytes describe_server(const std::string& address,
                           std::vector<std::string> info_keys,
-                          std::string run_id, double timeout_s) {
+                          std::string run_id, double timeout_s,
+                          std::optional<PemFiles> pem_files) {
+  const std::optional<Tls> tls = to_tls(std::move(pem_files));
   wire::Hello hello;
   hello.version = TORCHBEAST_VERSION;
   hello.run_id = std::move(run_id);
   hello.info_keys = std::move(info_keys);
   return py::bytes(without_gil(
-      [&] { return describe(address, wire::encode(hello), timeout_s); }));
+      [&] { return describe(address, wire::encode(hello), timeout_s, tls); }));
 }
 
 // ---------------------------------------------------------------------------
@@ -732,7 +745,7 @@ void bind_actor_pool(py::module_& m) {
            py::arg("run_id") = "", py::arg("first_incarnation") = 0,
            py::arg("max_failures") = 5, py::arg("step_timeout_s") = 0.0,
            py::arg("keepalive_s") = kDefaultKeepaliveS,
-           py::arg("num_threads") = 1)
+           py::arg("num_threads") = 1, py::arg("tls") = py::none())
       .def(
           "run",  // Blocks.
           [](const Pool& self) { call_without_gil([&] { self->run(); }); },
@@ -771,7 +784,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("describe", &describe_server, py::arg("address"),
         py::kw_only(),  // Blocks.
         py::arg("info_keys") = py::tuple(), py::arg("run_id") = "",
-        py::arg("timeout_s") = 10.0,
+        py::arg("timeout_s") = 10.0, py::arg("tls") = py::none(),
         "Return the Welcome of the server at this address, as bytes. Blocks.");
   for (const py::handle name : py::list(m.attr("__dict__").attr("keys")())) {
     const py::object value = m.attr(name);

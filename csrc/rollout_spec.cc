@@ -33,6 +33,11 @@ constexpr std::array<Scalar, 5> kScalars = {
     Scalar{"episode_return", DType::kFloat32, true},
     Scalar{"truncated", DType::kBool, false}};
 
+// In a message, around an array: tags and lengths.
+constexpr size_t kArrayHeaderBytes = 16;
+// For a Failure with its traceback, and other names and versions in a Welcome.
+constexpr size_t kTextBytes = size_t{128} << 10;
+
 int64_t product(const Shape& shape, size_t from) {
   int64_t result = 1;
   for (size_t i = from; i < shape.size(); ++i) result *= shape[i];
@@ -233,7 +238,8 @@ void check_initial_state(const Nest& initial_agent_state) {
 }
 
 EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
-                      const SpecOptions& options, BufferPool& buffers) {
+                      size_t welcome_bytes, const SpecOptions& options,
+                      BufferPool& buffers) {
   EnvSpec spec;
   spec.address = address;
   spec.num_envs = welcome.num_envs;
@@ -268,6 +274,9 @@ EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
                      " MiB; let a stream carry fewer than " +
                      std::to_string(spec.num_envs) + " environments");
   }
+  step_bytes += kArrayHeaderBytes * (welcome.step_arrays.size() + 1);
+  spec.max_message_bytes = std::min(
+      kMaxMessageBytes, std::max(step_bytes, welcome_bytes) + kTextBytes);
 
   if (!find_child(*layout.structure, "observation").structure) {
     throw ActorError("step_arrays of the Welcome lack 'observation'");

@@ -45,6 +45,8 @@ struct EnvSpec {
   wire::Welcome welcome;
   int64_t num_envs = 0;  // K, of each stream.
   int64_t columns = 0;   // C, of a learner batch: a multiple of K.
+  // No message of a server that fits is larger.
+  size_t max_message_bytes = 0;
   Structure::Ptr rows;
   std::vector<RowLeaf> leaves;           // Of `rows`.
   std::vector<size_t> inference_leaves;  // Which of `leaves` inference gets.
@@ -66,11 +68,13 @@ struct SpecOptions {
 // Throws std::invalid_argument unless every leaf is [.., 1, ...].
 void check_initial_state(const Nest& initial_agent_state);
 
-// Throws ActorError if the server does not send what a rollout needs,
+// `welcome_bytes` is the size of the message that held the Welcome. Throws
+// ActorError if the server does not send what a rollout needs,
 // std::invalid_argument if its number of environments does not fit, or it lacks
 // one of the inference keys.
 EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
-                      const SpecOptions& options, BufferPool& buffers);
+                      size_t welcome_bytes, const SpecOptions& options,
+                      BufferPool& buffers);
 
 // Throws ActorError, naming the difference, unless `welcome` promises the same.
 void check_same(const EnvSpec& spec, const wire::Welcome& welcome);

@@ -60,9 +60,11 @@ class Transport {
   virtual ~Transport() = default;  // Calls shutdown().
 
   // Prepares a stream; Stream::start dials. `events` outlives the on_closed of
-  // the stream, or shutdown() if the stream was never started.
+  // the stream, or shutdown() if the stream was never started. A larger message
+  // than `max_message_bytes` ends the stream before it is read.
   virtual std::shared_ptr<Stream> connect(const std::string& address,
-                                          StreamEvents* events) = 0;
+                                          StreamEvents* events,
+                                          size_t max_message_bytes) = 0;
 
   // Ends every stream and returns when the last event has been handled and the
   // transport's threads have ended. Not to be called from an event. After it,

@@ -43,8 +43,24 @@ constexpr int kMaxFrameBytes = (1 << 24) - 1;  // HTTP/2 allows no more.
 
 constexpr auto kDescribeRetry = std::chrono::milliseconds(100);
 
+bool is_unix(const std::string& address) {
+  return address.starts_with("unix:");
+}
+
+std::shared_ptr<grpc::ChannelCredentials> make_credentials(
+    const std::string& address, const std::optional<Tls>& tls) {
+  if (!tls || is_unix(address)) return grpc::InsecureChannelCredentials();
+  grpc::SslCredentialsOptions options;
+  options.pem_root_certs = tls->ca;
+  options.pem_cert_chain = tls->cert;
+  options.pem_private_key = tls->key;
+  return grpc::SslCredentials(options);
+}
+
 std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
-                                            double keepalive_s) {
+                                            double keepalive_s,
+                                            const std::optional<Tls>& tls,
+                                            size_t max_message_bytes) {
   check_address(address);
   grpc::ChannelArguments args;
   const auto keepalive_ms = static_cast<int>(std::lround(1e3 * keepalive_s));
@@ -56,11 +72,11 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
   args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectTimeoutMs);
   args.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kMaxFrameBytes);
-  args.SetMaxReceiveMessageSize(static_cast<int>(kMaxMessageBytes));
+  args.SetMaxReceiveMessageSize(static_cast<int>(max_message_bytes));
   args.SetMaxSendMessageSize(static_cast<int>(kMaxMessageBytes));
   args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // Env servers are ours.
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(),
+  return grpc::CreateCustomChannel(address, make_credentials(address, tls),
                                    args);
 }
 
@@ -126,9 +142,21 @@ std::string to_text(const grpc::Status& status) {
   return code_name(status.error_code()) + ": " + status.error_message();
 }
 
+// gRPC has no code of their own for these, only words. A server that refuses
+// *our* certificate is not among them: it hangs up, as one that dies does.
+bool is_permanent(const std::string& message) {
+  for (const char* words :
+       {"Ssl handshake failed", "is not in peer certificate",
+        "Received message larger than max"}) {
+    if (message.find(words) != std::string::npos) return true;
+  }
+  return false;
+}
+
 // Whether the server is away or busy, rather than wrong. INTERNAL is what a
 // stream gets that is reset while its server dies.
 bool is_transient(const grpc::Status& status) {
+  if (is_permanent(status.error_message())) return false;
   switch (status.error_code()) {
     case grpc::StatusCode::OK:
     case grpc::StatusCode::UNAVAILABLE:
@@ -154,13 +182,13 @@ class GrpcTransport;
 // own; only what other threads touch too is guarded.
 class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
  public:
-  GrpcStream(GrpcTransport* transport, const std::string& address,
-             double keepalive_s, StreamEvents* events,
-             grpc::CompletionQueue* queue)
+  GrpcStream(GrpcTransport* transport, StreamEvents* events,
+             grpc::CompletionQueue* queue,
+             std::shared_ptr<grpc::Channel> channel)
       : transport_(transport),
         events_(events),
         queue_(queue),
-        channel_(make_channel(address, keepalive_s)) {}
+        channel_(std::move(channel)) {}
 
   void start(std::string first_message);
   void send(std::string message);
@@ -208,8 +236,8 @@ class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
 
 class GrpcTransport final : public Transport {
  public:
-  GrpcTransport(int num_threads, double keepalive_s)
-      : keepalive_s_(keepalive_s) {
+  GrpcTransport(int num_threads, double keepalive_s, std::optional<Tls> tls)
+      : keepalive_s_(keepalive_s), tls_(std::move(tls)) {
     if (num_threads < 1) {
       throw std::invalid_argument("num_threads is " +
                                   std::to_string(num_threads) +
@@ -232,7 +260,8 @@ class GrpcTransport final : public Transport {
   ~GrpcTransport() override { shutdown(); }
 
   std::shared_ptr<Stream> connect(const std::string& address,
-                                  StreamEvents* events) override;
+                                  StreamEvents* events,
+                                  size_t max_message_bytes) override;
   void shutdown() override;
 
   // A stream under way must be known here, to be cancelled and waited for.
@@ -250,6 +279,7 @@ class GrpcTransport final : public Transport {
   }
 
   const double keepalive_s_;
+  const std::optional<Tls> tls_;
   std::vector<std::unique_ptr<grpc::CompletionQueue>> queues_;
   std::vector<std::thread> threads_;
 
@@ -359,15 +389,17 @@ class Handle final : public Stream {
 };
 
 std::shared_ptr<Stream> GrpcTransport::connect(const std::string& address,
-                                               StreamEvents* events) {
+                                               StreamEvents* events,
+                                               size_t max_message_bytes) {
   grpc::CompletionQueue* queue;
   {
     std::lock_guard lock(mu_);
     if (stopping_) throw std::runtime_error("The transport was shut down");
     queue = queues_[next_queue_++ % queues_.size()].get();
   }
-  return std::make_shared<Handle>(
-      std::make_shared<GrpcStream>(this, address, keepalive_s_, events, queue));
+  return std::make_shared<Handle>(std::make_shared<GrpcStream>(
+      this, events, queue,
+      make_channel(address, keepalive_s_, tls_, max_message_bytes)));
 }
 
 void GrpcTransport::add(const std::shared_ptr<GrpcStream>& stream) {
@@ -396,7 +428,7 @@ void GrpcTransport::shutdown() {
 }  // namespace
 
 void check_address(const std::string& address) {
-  if (address.starts_with("unix:")) {
+  if (is_unix(address)) {
     const size_t length = address.size() - std::string("unix:").size();
     if (length == 0 || length > kMaxUnixPath) {
       throw std::invalid_argument(
@@ -419,8 +451,10 @@ void check_address(const std::string& address) {
 }
 
 std::unique_ptr<Transport> make_grpc_transport(int num_threads,
-                                               double keepalive_s) {
-  return std::make_unique<GrpcTransport>(num_threads, keepalive_s);
+                                               double keepalive_s,
+                                               std::optional<Tls> tls) {
+  return std::make_unique<GrpcTransport>(num_threads, keepalive_s,
+                                         std::move(tls));
 }
 
 namespace {
@@ -454,7 +488,7 @@ struct OneCall {
 }  // namespace
 
 std::string describe(const std::string& address, const std::string& hello,
-                     double timeout_s) {
+                     double timeout_s, const std::optional<Tls>& tls) {
   const auto deadline =
       std::chrono::system_clock::now() +
       std::chrono::duration_cast<std::chrono::system_clock::duration>(
@@ -465,7 +499,8 @@ std::string describe(const std::string& address, const std::string& hello,
     {
       OneCall one_call;
       one_call.context.set_deadline(deadline);
-      grpc::GenericStub stub(make_channel(address, kDefaultKeepaliveS));
+      grpc::GenericStub stub(
+          make_channel(address, kDefaultKeepaliveS, tls, kMaxMessageBytes));
       const auto call =
           stub.PrepareUnaryCall(&one_call.context, kDescribeMethod,
                                 to_buffer(hello), &one_call.queue);

@@ -193,6 +193,8 @@ class ActorPool:
         connected to anew; 0: never.
       keepalive_s: a machine that is frozen or cut off is noticed within twice this.
       num_threads: threads that receive.
+      tls: the contents of ca.pem, cert.pem and key.pem: all connections but those to
+        unix sockets are encrypted, and both sides show a certificate of this CA.
 
     Raises:
       TypeError, ValueError: an argument does not make sense.
@@ -216,6 +218,7 @@ class ActorPool:
         step_timeout_s: float = 0.0,
         keepalive_s: float = 10.0,
         num_threads: int = 1,
+        tls: tuple[bytes, bytes, bytes] | None = None,
     ) -> None: ...
     def run(self) -> None:
         """Play until `stop()`, or until a queue is closed. Blocks. Once only.
@@ -224,7 +227,8 @@ class ActorPool:
 
         Raises:
           ServerMismatch: a server's protocol or environment is not what it must be.
-          ActorError: a server failed max_failures times in a row.
+          ActorError: a server failed max_failures times in a row. That it shows a
+            wrong certificate, or none, is a failure too.
           AsyncError: an inference batch was dropped.
           ValueError: a server's environments do not fit learner_queue.
         """
@@ -257,13 +261,17 @@ def describe(
     info_keys: Sequence[str] = (),
     run_id: str = "",
     timeout_s: float = 10.0,
+    tls: tuple[bytes, bytes, bytes] | None = None,
 ) -> bytes:
     """Return the Welcome of the server at `address`; `core.wire` decodes it. Blocks.
 
     A server that is not there yet is tried again until the time is up.
 
+    Args:
+      tls: as for ActorPool.
+
     Raises:
       ServerUnavailable: it did not answer; with the address and the reason.
-      ServerMismatch: it refuses this learner.
+      ServerMismatch: it refuses this learner, or its certificate is wrong all the time.
       ValueError: the address is neither "unix:/path" nor "host:port".
     """

@@ -927,6 +927,37 @@ TEST(a_batch_must_have_room_for_the_environments_of_a_stream) {
                rig.running.get());
 }
 
+TEST(messages_are_no_larger_than_the_welcome_says) {
+  Rig rig;
+  rig.start();
+  Player first(rig.network->accept(), 3);
+  CHECK_EQ(first.connection->max_message_bytes, torchbeast::kMaxMessageBytes);
+  first.greet();
+  first.step();
+  rig.answer_batch();
+  first.take_action();
+  first.connection->close();
+  Player second(rig.network->accept(), 3);
+  const size_t limit = second.connection->max_message_bytes;
+  CHECK(limit >= first.next().size());
+  CHECK(limit >= fake::failure(std::string(64 << 10, 'x'), false).size());
+  CHECK(limit < size_t{256} << 10);
+}
+
+TEST(a_large_welcome_may_come_again) {
+  Rig rig;
+  rig.start();
+  fake::WelcomeOptions options;
+  options.env = std::string(1 << 20, 'x');
+  const std::string welcome = fake::welcome(options);
+  const auto first = rig.network->accept();
+  first->receive();
+  first->send(welcome, 1 << 16);
+  rig.wait_for(StreamState::kWaitingForEnv);
+  first->close();
+  CHECK(rig.network->accept()->max_message_bytes >= welcome.size());
+}
+
 TEST(all_servers_must_welcome_alike) {
   fake::WelcomeOptions options;
   options.env = "Other";

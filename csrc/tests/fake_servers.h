@@ -295,10 +295,14 @@ class Server {
 // The server's end of a stream. Thread-safe.
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  Connection(std::string where, StreamEvents* to, Worker* by)
-      : address(std::move(where)), events_(to), worker_(by) {}
+  Connection(std::string where, StreamEvents* to, Worker* by, size_t limit)
+      : address(std::move(where)),
+        max_message_bytes(limit),
+        events_(to),
+        worker_(by) {}
 
   const std::string address;
+  const size_t max_message_bytes;  // That the pool is ready to receive.
   // For a Server, in the transport's thread.
   Hello hello;
   int64_t n = -1;
@@ -472,9 +476,10 @@ class Transport final : public torchbeast::Transport {
   ~Transport() override { shutdown(); }
 
   std::shared_ptr<torchbeast::Stream> connect(const std::string& address,
-                                              StreamEvents* events) override {
+                                              StreamEvents* events,
+                                              size_t limit) override {
     const auto connection = std::make_shared<Connection>(
-        address, events, &workers_[next_++ % workers_.size()]);
+        address, events, &workers_[next_++ % workers_.size()], limit);
     return std::make_shared<Stream>(network_, connection);
   }
 
