@@ -2,7 +2,8 @@
 """PolyBeast: IMPALA (Espeholt et al. 2018) with environments on any machine.
 
     python -m polybeast --env PongNoFrameskip-v4
-    python -m polybeast --server_addresses host1:4431-4446,host2:4431-4446
+    python -m polybeast --server_addresses host1:4431-4446,host2:4431-4446 \\
+        --tls_dir certs/learner
 
 Environment servers (polybeast_env.py) step environments and send what they see; this
 process, the learner, chooses all actions and learns. The actor pool between them is C++
@@ -59,7 +60,7 @@ import core.flags
 import libtorchbeast
 import nest
 import polybeast_env
-from core import environment, evaluation, losses, metrics, wire
+from core import environment, evaluation, losses, metrics, tls, wire
 from core.recurrent import create_lstm, unroll_lstm
 from core.run import Learner, Run, run_program, seed_rng
 from core.spaces import Nest, map_nest
@@ -80,6 +81,7 @@ log = logging.getLogger("polybeast")
 TICK_S = 0.2  # The main loop looks at signals, failures and clocks at least this often.
 JOIN_S = 30.0  # An update of the largest batch on one core, with room.
 DESCRIBE_S = 2.0  # For a server to say what it serves; asked again until one does.
+MAX_REFUSALS = 5  # Of our certificate, in a row, by one server; then it is no accident.
 SERVERS_EXIT_S = 3.0  # For local servers' goodbyes; then they are killed.
 SAY_WAITING_S = 10.0
 NO_SERVER_S = 30.0  # Between two warnings that no server is connected.
@@ -182,6 +184,7 @@ def check_flags(
         # Fewer on the CPU: threads that run small operations fight over Python's lock.
         on_cpu = flags.actor_device.startswith("cpu")
         flags.num_inference_threads = max(1, num_cores() // 4) if on_cpu else 2
+    core.flags.check_tls_flags(parser, flags, flags.server_addresses or ())
     if flags.server_addresses is not None:
         for name in (*core.flags.SERVER_FLAGS, "num_actors", "pipes_basename"):
             # The servers know what they serve; --env, where given, must agree.
@@ -192,6 +195,14 @@ def check_flags(
                     "servers that run already, with settings of their own. Give it to "
                     "python -m polybeast_env, or leave --server_addresses out."
                 )
+        public = [a for a in flags.server_addresses if tls.is_public(a)]
+        if public and flags.mode == "train" and not (flags.tls_dir or flags.insecure):
+            parser.error(
+                f"--server_addresses has {public[0]}, which is another machine's. "
+                "Either encrypt the traffic and check who is there: --tls_dir DIR, "
+                f"with a folder that {tls.CERTS_COMMAND} has made. Or let whoever is "
+                "on the way read and change it: --insecure."
+            )
         if flags.mode == "train" and flags.env == parser.get_default("env"):
             flags.env = None  # Whatever they serve.
         return flags
@@ -770,7 +781,8 @@ def greet(
     stop.
 
     Raises:
-      ConfigError: the servers cannot serve, or not this learner.
+      ConfigError: the servers cannot serve, or not this learner; or certificates are
+        wrong.
       TimeoutError: local servers took more than --stall_timeout_s.
     """
     began = say_at = time.monotonic()
@@ -779,6 +791,8 @@ def greet(
     else:
         addresses = servers.addresses
         say_at += SAY_WAITING_S  # Their own words come first.
+    pem_files = tls.read(flags.tls_dir, is_server=False)
+    refusals: collections.Counter[str] = collections.Counter()
     for address in itertools.cycle(addresses):
         if stop.received is not None:
             return None
@@ -791,15 +805,24 @@ def greet(
                 )
         try:
             raw = libtorchbeast.describe(
-                address, info_keys=flags.info_keys, timeout_s=DESCRIBE_S
+                address,
+                info_keys=flags.info_keys,
+                timeout_s=DESCRIBE_S,
+                tls=pem_files,
             )
             return wire.decode_welcome(raw)
         except libtorchbeast.ServerUnavailable as error:
+            reason = tls.diagnose(address, flags.tls_dir)
+            text = f"{error}; {reason}" if reason else str(error)
+            refusals[address] = refusals[address] + 1 if reason else 0
+            if refusals[address] == MAX_REFUSALS:
+                raise ConfigError(text) from error
             if time.monotonic() > say_at:
                 say_at = time.monotonic() + SAY_WAITING_S
-                log.info("Waiting for an environment server: %s", error)
+                log.info("Waiting for an environment server: %s", text)
         except libtorchbeast.ServerMismatch as error:
-            raise ConfigError(str(error)) from error
+            reason = tls.diagnose(address, flags.tls_dir)
+            raise ConfigError(f"{error}; {reason}" if reason else str(error)) from error
         except wire.WireError as error:
             raise ConfigError(f"{address}: {error}") from error
     raise AssertionError("no addresses")
@@ -812,6 +835,11 @@ def train(flags: argparse.Namespace) -> Exit:
         stack.enter_context(metrics.setup_logging(None))
         stop = stack.enter_context(StopSignal())
         servers = None
+        if flags.insecure and any(map(tls.is_public, flags.server_addresses or ())):
+            log.warning(
+                "INSECURE: the traffic with the servers is neither encrypted nor "
+                "authenticated (--insecure)"
+            )
         if flags.server_addresses is None:
             servers = stack.enter_context(LocalServers(flags))
         welcome = greet(flags, servers, stop)
@@ -969,6 +997,7 @@ def train_async(
         first_incarnation=first_incarnation,
         step_timeout_s=flags.env_step_timeout_s + SUPERVISOR_S,
         keepalive_s=flags.keepalive_s,
+        tls=tls.read(flags.tls_dir, is_server=False),
     )
     weights = Weights(learner.net, flags.actor_device)
     weights.publish(learner.net, learner.updates)
@@ -1007,7 +1036,7 @@ def train_async(
                     learner_queue,
                 )
             # The last one, because it fails too when inference does.
-            threads["actors"] = start_thread("actors", run_actors, actors)
+            threads["actors"] = start_thread("actors", run_actors, flags, actors)
             run.log({})
             env_s, last_event = 0.0, ""
             while stop.received is None and not learner.finished():
@@ -1107,12 +1136,19 @@ def check_ledger(stats: Mapping[str, Any]) -> None:
         raise RuntimeError(f"{text.format(received, *parts)}: that does not add up")
 
 
-def run_actors(actors: libtorchbeast.ActorPool) -> None:
+def run_actors(flags: argparse.Namespace, actors: libtorchbeast.ActorPool) -> None:
     """Receive rows and send actions until the pool is stopped. One thread."""
     try:
         actors.run()
     except libtorchbeast.ServerMismatch as error:
         raise ConfigError(str(error)) from error
+    except libtorchbeast.ActorError as error:
+        for address in flags.server_addresses or ():
+            if str(error).startswith(f"{address} "):
+                reason = tls.diagnose(address, flags.tls_dir)
+                if reason:
+                    raise ConfigError(f"{error}; {reason}") from error
+        raise
 
 
 def raise_failures(threads: Mapping[str, concurrent.futures.Future]) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment servers for PolyBeast: many environments, on any machine.
 
-    python -m polybeast_env --env PongNoFrameskip-v4 --server_address 0.0.0.0:4431
+    python -m polybeast_env --env PongNoFrameskip-v4 --server_address 0.0.0.0:4431 \\
+        --tls_dir certs
 
 Each of `--num_servers` processes listens at an address of its own (here the ports from
 4431 on) and steps S streams of K environments for the learner that connects:
@@ -46,7 +47,7 @@ import gymnasium as gym
 import numpy as np
 
 import core.flags
-from core import environment
+from core import environment, tls
 from core.supervise import (
     ConfigError,
     Exit,
@@ -160,8 +161,8 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--server_address",
         help="host:port for the first server, the next ports for the others; or "
         f"unix:/path, with .0, .1... for several. Default: {SERVER_ADDRESS}. Without a "
-        "host, :4431, only this machine can connect; 0.0.0.0:4431 is for all, and "
-        "neither encrypted nor authenticated",
+        "host, :4431, only this machine can connect; 0.0.0.0:4431 is for others too, "
+        "and wants --tls_dir",
     )
     core.flags.add_server_flags(servers)
     servers.add_argument(
@@ -188,6 +189,10 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--pipes_basename is {flags.pipes_basename} but must be unix:/path. For "
             "TCP use --server_address host:port."
         )
+    flags.server_address = flags.server_address or SERVER_ADDRESS
+    core.flags.check_tls_flags(
+        parser, flags, [flags.pipes_basename or flags.server_address]
+    )
     if flags.num_servers is None:
         flags.num_servers = num_cores()
     if flags.envs_per_stream is None:
@@ -400,6 +405,8 @@ def serve_one(
         name=flags.env,
         frames_per_step=frames_per_step(flags),
         vector=True,
+        tls_dir=flags.tls_dir,
+        insecure=flags.insecure,
         progress=progress,
         keepalive_s=flags.keepalive_s,
     )
@@ -430,15 +437,15 @@ def serve(flags: argparse.Namespace) -> Exit:
     if basename is not None:  # TorchBeast's spelling: .0 even for a single one.
         addresses = [f"{basename}.{i}" for i in range(flags.num_servers)]
     else:
-        address = flags.server_address or SERVER_ADDRESS
-        addresses = env_server.server_addresses(address, flags.num_servers)
+        addresses = env_server.server_addresses(flags.server_address, flags.num_servers)
     for address in addresses:
-        env_server.check_address(address)
-    if env_server.is_public(addresses[0]):
+        env_server.check_address(
+            address, tls_dir=flags.tls_dir, insecure=flags.insecure
+        )
+    if tls.is_public(addresses[0]) and flags.insecure:
         log.warning(
-            "Listening at %s: whoever can connect can use these servers, and the "
-            "traffic is neither encrypted nor authenticated. Keep them in a private "
-            "network.",
+            "INSECURE: whoever can connect to %s can use these servers, and the "
+            "traffic is neither encrypted nor authenticated (--insecure)",
             addresses[0].rpartition(":")[0],
         )
     raise_file_limit()

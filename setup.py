@@ -103,6 +103,7 @@ setup(
     ],
     extras_require={
         "minatar": ["minatar>=1.0.15"],
+        "tls": ["cryptography>=42"],  # For python -m tools.certs.
         "envpool": ["envpool>=1.0"],  # For --env envpool:Pong-v5.
         "wandb": ["wandb"],
         # Classic gym, for environments that never moved to Gymnasium. atari-py is

@@ -17,7 +17,6 @@ import dataclasses
 import errno
 import fcntl
 import functools
-import ipaddress
 import itertools
 import logging
 import os
@@ -39,7 +38,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from core import environment, spaces, wire
+from core import environment, spaces, tls, wire
 from core.environment import EnvError, Environments, EnvSpecError, env_seed
 from core.spaces import Nest
 from core.supervise import ConfigError
@@ -121,25 +120,22 @@ def server_addresses(address: str, num_servers: int) -> list[str]:
     return [f"{host or '127.0.0.1'}:{p}" for p in ports]
 
 
-def is_public(address: str) -> bool:
-    """Say whether other machines may be able to connect to `address`."""
-    if address.startswith("unix:"):
-        return False
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"
-
-
-def check_address(address: str) -> None:
-    """Check a unix socket's path before a server takes it; TCP ports show when bound.
+def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
+    """Check an address before a server takes it; whether a port is free shows then.
 
     A socket file whose owner has died is no obstacle: the new server replaces it.
 
     Raises:
-      ConfigError: the path cannot be used, or a live server has it.
+      ConfigError: other machines can connect and nothing protects the traffic; or a
+        unix socket's path cannot be used, or a live server has it.
     """
+    if tls.is_public(address) and tls_dir is None and not insecure:
+        raise ConfigError(
+            f"other machines can connect to {address}. Either encrypt the traffic, and "
+            "admit your own learners only: --tls_dir DIR, with a folder that "
+            f"{tls.CERTS_COMMAND} has made. Or let in whoever can reach the port: "
+            "--insecure. For this machine alone listen at 127.0.0.1."
+        )
     if not address.startswith("unix:"):
         return
     path = address.removeprefix("unix:")
@@ -271,6 +267,9 @@ class Server:
       frames_per_step: emulator frames behind a step, for the learner's count.
       vector: `env_init` creates all environments of a stream at once, and is called
         like `Environments` without its first argument.
+      tls_dir: a folder with ca.pem, cert.pem and key.pem: over TCP, serve nobody who
+        does not show a certificate of that CA, and encrypt.
+      insecure: serve other machines without.
       progress: [S, 2] float64, written by the server: the number of steps that the
         streams in this place ever took, and since when (`time.monotonic`) the present
         step lasts, 0 between steps. In shared memory, another process can watch.
@@ -288,6 +287,8 @@ class Server:
         name: str | None = None,
         frames_per_step: int = 1,
         vector: bool = False,
+        tls_dir: str | None = None,
+        insecure: bool = False,
         progress: np.ndarray | None = None,
         keepalive_s: float = KEEPALIVE_S,
     ):
@@ -298,6 +299,8 @@ class Server:
         self._name = name
         self._frames_per_step = frames_per_step
         self._keepalive_ms = round(1000 * keepalive_s)
+        self._tls_dir = tls_dir
+        self._insecure = insecure
         self._progress = np.zeros((num_streams, 2)) if progress is None else progress
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._server: grpc.Server | None = None
@@ -317,7 +320,9 @@ class Server:
         Raises:
           ConfigError: the environment or the address cannot be served.
         """
-        check_address(self.address)  # Before the rest, which takes longer.
+        # Before the rest, which takes longer.
+        check_address(self.address, tls_dir=self._tls_dir, insecure=self._insecure)
+        credentials = self._credentials()
         self._read_spaces()
         received = HEADERS_NBYTES + len(self._action_frame())
         options = {
@@ -339,7 +344,10 @@ class Server:
             # A socket only for this user.
             umask = os.umask(0o177) if is_unix else None
             try:
-                port = self._server.add_insecure_port(self.address)
+                if credentials is None:
+                    port = self._server.add_insecure_port(self.address)
+                else:
+                    port = self._server.add_secure_port(self.address, credentials)
             except RuntimeError as error:
                 raise ConfigError(_reason_not_bound(self.address)) from error
             finally:
@@ -366,6 +374,13 @@ class Server:
     def stop(self, reason: str = "the server was stopped") -> None:
         """Make `run` return soon. May be called again, and by a signal handler."""
         self._stops.put(reason)  # Reentrant, unlike an Event.
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        pem_files = tls.read(self._tls_dir, is_server=True)
+        if pem_files is None or self.address.startswith("unix:"):
+            return None
+        ca, cert, key = pem_files
+        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
 
     def _read_spaces(self) -> None:
         try:

@@ -342,6 +342,19 @@ def add_server_flags(group: Any) -> None:
         help="serve at the unix sockets PATH.0, PATH.1 and so on",
     )
     group.add_argument(
+        "--tls_dir",
+        metavar="DIR",
+        help="encrypt TCP connections, and talk only to who shows a certificate of the "
+        "same CA: a folder with ca.pem, cert.pem and key.pem, as python -m tools.certs "
+        "makes them",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        help="talk to other machines without --tls_dir: whoever is on the way can read "
+        "and change everything",
+    )
+    group.add_argument(
         "--env_step_timeout_s",
         type=number(1),
         default=120.0,
@@ -356,6 +369,26 @@ def add_server_flags(group: Any) -> None:
         help="a machine that is frozen or cut off from the network is noticed within "
         "twice this time, by the learner and by the servers",
     )
+
+
+def check_tls_flags(
+    parser: argparse.ArgumentParser,
+    flags: argparse.Namespace,
+    addresses: Sequence[str],
+) -> None:
+    """Refuse TLS flags (exit status 2) that have no effect on these addresses."""
+    if flags.tls_dir is None:
+        return
+    if flags.insecure:
+        parser.error(
+            f"--tls_dir is {flags.tls_dir} and there is --insecure: they contradict "
+            "each other. Leave one out."
+        )
+    if all(address.startswith("unix:") for address in addresses):
+        parser.error(
+            f"--tls_dir is {flags.tls_dir} but is for TCP, and here are unix sockets "
+            "only, which no other user can open. Leave it out."
+        )
 
 
 # What a learner passes on to the servers that it starts.

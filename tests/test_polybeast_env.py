@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 import polybeast_env
-from core import env_server, spaces, supervise, wire
+from core import env_server, spaces, supervise, tls, wire
 from core.environment import Environments
 from core.supervise import ConfigError, Exit, start_thread
 from core.wire import Action, Hello, ToServer
@@ -744,11 +744,11 @@ def test_ports_end():
     ],
 )
 def test_public_addresses_are_known(address, public):
-    assert env_server.is_public(address) == public
+    assert tls.is_public(address) == public
 
 
-def refused(address, said):
-    server = env_server.Server(counting_env.make, address)
+def refused(address, said, **options):
+    server = env_server.Server(counting_env.make, address, **options)
     with pytest.raises(ConfigError, match=said):
         server.start()
 
@@ -841,7 +841,8 @@ def test_a_port_in_use_is_named(serve):
 
 
 def test_an_address_of_another_machine_is_named():
-    refused("192.0.2.1:4431", "cannot listen at 192.0.2.1:4431: Cannot assign")
+    said = "cannot listen at 192.0.2.1:4431: Cannot assign"
+    refused("192.0.2.1:4431", said, insecure=True)
 
 
 def test_spaces_that_cannot_travel_are_named(folder):
@@ -1027,10 +1028,18 @@ def test_pipes_basename_is_torchbeasts_spelling(start, folder):
         program.kill()
 
 
-def test_other_machines_are_warned_of(start):
+def test_other_machines_are_refused_without_protection(start):
     program = start(*COUNTING, address="0.0.0.0:0")
+    assert program.wait() == Exit.CONFIG
+    for way_out in ("--tls_dir", "python -m tools.certs", "--insecure"):
+        assert way_out in program.text()
+    refused("0.0.0.0:0", "other machines can connect to 0.0.0.0:0")
+
+
+def test_other_machines_are_warned_of(start):
+    program = start(*COUNTING, "--insecure", address="0.0.0.0:0")
     program.wait_for_text("Serving")
-    assert "0.0.0.0: whoever can connect" in program.text()
+    assert "INSECURE: whoever can connect to 0.0.0.0" in program.text()
     assert "neither encrypted nor authenticated" in program.text()
 
 
@@ -1244,6 +1253,9 @@ def test_the_limit_of_open_files_is_raised(start):
         (["--server_address", ":1", "--pipes_basename", "unix:/a"], "Leave one out"),
         (["--pipes_basename", "host:1"], "must be unix:/path"),
         (["--env", "Catch", "--noop_max", "3"], "not an Atari"),
+        (["--server_address", "unix:/a", "--tls_dir", "c"], "is for TCP"),
+        (["--pipes_basename", "unix:/a", "--tls_dir", "c"], "is for TCP"),
+        (["--tls_dir", "c", "--insecure"], "contradict each other"),
     ],
 )
 def test_bad_flags_are_exit_2(argv, said, capsys):

@@ -282,7 +282,7 @@ def test_what_is_accepted_is_what_was_asked_for_and_fits(sizes):
 )
 def test_addresses_are_a_comma_list_with_ranges(text, expected):
     assert core.flags.addresses(text) == tuple(expected)
-    flags = polybeast.parse_flags(["--server_addresses", text])
+    flags = polybeast.parse_flags(["--insecure", "--server_addresses", text])
     assert flags.server_addresses == tuple(expected)
 
 
@@ -314,8 +314,18 @@ def test_addresses_that_are_none_are_named(text, said, capsys):
 
 
 def test_remote_servers_know_their_own_environment():
-    assert parse("--server_addresses host:1").env is None
-    assert parse("--server_addresses host:1 --env Catch").env == "Catch"
+    assert parse("--server_addresses localhost:1").env is None
+    assert parse("--server_addresses localhost:1 --env Catch").env == "Catch"
+
+
+@pytest.mark.parametrize("address", ["host:1", "unix:/a,10.0.0.7:1-9", "[::]:1"])
+def test_servers_elsewhere_are_protected_or_known_not_to_be(address, capsys):
+    argv = f"--server_addresses {address}"
+    message = refusal(argv.split(), capsys)
+    for way_out in ("--tls_dir", "python -m tools.certs", "--insecure"):
+        assert way_out in message
+    assert parse(f"{argv} --insecure").insecure
+    assert parse(f"{argv} --tls_dir certs/learner").tls_dir == "certs/learner"
 
 
 def test_the_learner_has_timeouts_of_its_own():
@@ -337,7 +347,7 @@ def test_the_learner_has_timeouts_of_its_own():
     ],
 )
 def test_what_remote_servers_decide_is_refused_here(flag, capsys):
-    message = refusal(f"--server_addresses host:1 {flag}".split(), capsys)
+    message = refusal(f"--server_addresses localhost:1 {flag}".split(), capsys)
     name = flag.split()[0].replace("no-", "")
     for part in (name, "--server_addresses", "python -m polybeast_env"):
         assert part in message
@@ -468,6 +478,15 @@ BAD_COMBINATIONS = [
     ("--greedy", ["--greedy is set", "--mode is train", "Add --mode test"]),
     ("--xpid a/b", ["--xpid is 'a/b'", "--savedir"]),
     ("--info_keys game_return", ["--info_keys", "'game_return'", "Leave it out"]),
+    ("--tls_dir certs", ["--tls_dir is certs", "unix sockets only", "Leave it out."]),
+    (
+        "--tls_dir certs --server_addresses unix:/a,unix:/b",
+        ["--tls_dir is certs", "unix sockets only", "Leave it out."],
+    ),
+    (
+        "--tls_dir certs --insecure --server_addresses host:1",
+        ["--tls_dir is certs", "--insecure", "Leave one out."],
+    ),
     ("--num_actions 6", ["unrecognized arguments", "--num_actions"]),
     ("--num_buffers 60", ["unrecognized arguments", "--num_buffers"]),
     ("--serial", ["unrecognized arguments", "--serial"]),
@@ -545,7 +564,8 @@ def test_testing_takes_over_what_the_network_and_environment_depend_on(
     [
         ("--env Catch --batch_size 21 --envs_per_stream 7 --num_servers 1", None),
         ("--env Catch --num_actors 3 --unroll_length 1 --batch_size 1", None),
-        ("--server_addresses host:1-9 --batch_size 5", "Catch"),
+        ("--server_addresses localhost:1-9 --batch_size 5", "Catch"),
+        ("--server_addresses host:1 --tls_dir certs --batch_size 5", "Catch"),
     ],
 )
 def test_any_run_that_was_trained_can_be_tested(trained, tmp_path, argv, env):
