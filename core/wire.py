@@ -35,7 +35,9 @@ DTYPES = (
 MAX_ARRAYS = 4096
 MAX_DEPTH = 16  # Of spaces, and keys in a path.
 MAX_RANK = 16
-MAX_NBYTES = 2**28  # Of one array of one environment.
+MAX_NBYTES = 2**28  # Of one array of one environment, and of a space's bounds.
+MAX_NUMBERS = 2**16  # Of a MultiDiscrete.
+MAX_MESSAGES = 2**17  # One in another: an object takes far more memory than its bytes.
 
 M = TypeVar("M")
 
@@ -270,7 +272,29 @@ def _varint(value: int) -> bytes:
 # ------------------------------------------------------------------------- decoding
 
 
-def decode(cls: type[M], data: bytes | memoryview, *, depth: int = 0) -> M:
+@dataclasses.dataclass
+class _Budget:
+    """What decoding one message may still take."""
+
+    messages: int = MAX_MESSAGES
+    nbytes: int = MAX_NBYTES  # Of the bounds of all spaces.
+
+    def spend(self, where: str, *, messages: int = 0, nbytes: int = 0) -> None:
+        self.messages -= messages
+        self.nbytes -= nbytes
+        if self.messages < 0:
+            raise WireError(f"{where}: more than {MAX_MESSAGES} messages in it")
+        if self.nbytes < 0:
+            raise WireError(f"{where}: spaces of more than {MAX_NBYTES} bytes")
+
+
+def decode(
+    cls: type[M],
+    data: bytes | memoryview,
+    *,
+    depth: int = 0,
+    budget: _Budget | None = None,
+) -> M:
     """Return the message of class `cls` that `data` holds.
 
     Fields that `cls` does not know are skipped: they are of a later version.
@@ -280,6 +304,8 @@ def decode(cls: type[M], data: bytes | memoryview, *, depth: int = 0) -> M:
     """
     if depth > 4 * MAX_DEPTH:  # A space in a space takes up to three messages.
         raise WireError(f"{cls.__name__}: nested too deeply")
+    budget = budget or _Budget()
+    budget.spend(cls.__name__, messages=1)
     fields = _fields(cls)  # type: ignore[arg-type]  # Classes are hashable.
     values: dict[str, Any] = {}
     for number, wire_type, raw in _parse(cls.__name__, memoryview(data)):
@@ -288,11 +314,14 @@ def decode(cls: type[M], data: bytes | memoryview, *, depth: int = 0) -> M:
         name, kind, repeated = fields[number]
         where = f"{cls.__name__}.{name}"
         if repeated and kind in _VARINTS and wire_type == _LEN:
-            items = tuple(_decode_scalar(kind, v) for v in _unpack(where, raw))
+            items = [_decode_scalar(kind, v) for v in _unpack(where, raw)]
         else:
-            items = (_decode_value(where, kind, wire_type, raw, depth),)
+            items = [_decode_value(where, kind, wire_type, raw, depth, budget)]
         if repeated:
             values.setdefault(name, []).extend(items)
+            limit = MAX_NUMBERS if kind in _VARINTS else MAX_ARRAYS
+            if len(values[name]) > limit:
+                raise WireError(f"{where}: more than {limit}")
         elif name in values:
             raise WireError(f"{where} is there twice")
         else:
@@ -306,6 +335,8 @@ def decode(cls: type[M], data: bytes | memoryview, *, depth: int = 0) -> M:
         _check_array(message)
     if isinstance(message, Welcome):
         _check_welcome(message)
+    if isinstance(message, Box | MultiDiscrete | MultiBinary):
+        budget.spend(cls.__name__, nbytes=_bounds_nbytes(message))
     return message
 
 
@@ -359,13 +390,17 @@ def _read_varint(where: str, data: memoryview, position: int) -> tuple[int, int]
 
 
 def _unpack(where: str, data: memoryview) -> Iterator[int]:
+    if len(data) > 10 * MAX_NUMBERS:
+        raise WireError(f"{where}: more than {MAX_NUMBERS} numbers")
     position = 0
     while position < len(data):
         value, position = _read_varint(where, data, position)
         yield value
 
 
-def _decode_value(where: str, kind: Any, wire_type: int, raw: Any, depth: int) -> Any:
+def _decode_value(
+    where: str, kind: Any, wire_type: int, raw: Any, depth: int, budget: _Budget
+) -> Any:
     expected = _VARINT if kind in _VARINTS else _I64 if kind == "fixed64" else _LEN
     if wire_type != expected:
         raise WireError(f"{where}: expected wire type {expected}, got {wire_type}")
@@ -385,14 +420,15 @@ def _decode_value(where: str, kind: Any, wire_type: int, raw: Any, depth: int) -
             raise WireError(f"{where}: expected UTF-8: {error}") from None
     if kind in _CONVERTED:
         conversion = _CONVERTED[kind]
-        message: Any = decode(conversion.message, raw, depth=depth + 1)
+        message: Any = decode(conversion.message, raw, depth=depth + 1, budget=budget)
         try:
             return conversion.from_message(message)
         except WireError:
             raise
         except Exception as error:  # Gymnasium's assertions, numpy's refusals.
-            raise WireError(f"{where}: {message}: {error}") from None
-    return decode(kind, raw, depth=depth + 1)
+            shown = f"{message}: " if len(raw) < 1000 else ""
+            raise WireError(f"{where}: {shown}{error}") from None
+    return decode(kind, raw, depth=depth + 1, budget=budget)
 
 
 def _decode_scalar(kind: str, value: int) -> int:
@@ -422,11 +458,19 @@ def _check_shape(where: str, shape: Sequence[int], dtype: np.dtype) -> None:
         )
 
 
+def _bounds_nbytes(space: "Box | MultiDiscrete | MultiBinary") -> int:
+    """Return the size of an array that a space will hold; its shape is checked."""
+    name = space.dtype if isinstance(space, Box) else "int64"
+    if name not in DTYPES:
+        raise WireError(f"Box.dtype: {name!r:.80}")
+    dtype = np.dtype(name)
+    _check_shape(type(space).__name__, space.shape, dtype)
+    return math.prod(space.shape) * dtype.itemsize
+
+
 def _check_welcome(welcome: Welcome) -> None:
     for name in ("step_arrays", "action_arrays"):
         arrays = getattr(welcome, name)
-        if len(arrays) > MAX_ARRAYS:
-            raise WireError(f"Welcome.{name}: {len(arrays)}, at most {MAX_ARRAYS}")
         if len({array.path for array in arrays}) < len(arrays):
             raise WireError(f"Welcome.{name}: two of them have the same path")
     for name in ("num_envs", "num_streams", "frames_per_step"):
@@ -515,22 +559,17 @@ def _one_or_all(bounds: np.ndarray, dtype: np.dtype) -> bytes:
 def _gym_space(message: Space) -> gym.Space:
     match message.value:
         case Box(dtype, shape, low, high):
-            if dtype not in DTYPES:
-                raise WireError(f"Box.dtype: {dtype!r:.80}")
             numbers = np.dtype(dtype)
-            _check_shape("Box", shape, numbers)
             bounds = [_bounds(data, numbers, shape) for data in (low, high)]
             return gym.spaces.Box(bounds[0], bounds[1], shape, numbers.type)
         case Discrete(n, start):
             return gym.spaces.Discrete(n, start=start)
         case MultiDiscrete(shape, nvec, start):
-            _check_shape("MultiDiscrete", shape, np.dtype(np.int64))
             return gym.spaces.MultiDiscrete(
                 np.array(nvec, np.int64).reshape(shape),
                 start=np.array(start, np.int64).reshape(shape),
             )
         case MultiBinary(shape):
-            _check_shape("MultiBinary", shape, np.dtype(np.int8))
             return gym.spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
         case Dict(entries):
             keys = [entry.key for entry in entries]
