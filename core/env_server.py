@@ -201,7 +201,7 @@ def _taking(address: str) -> Iterator[None]:
                         f"on {folder} for {LOCK_S:g} s. Choose another folder."
                     ) from None
                 time.sleep(0.01)
-        check_address(address)
+        check_address(address, tls_dir=None, insecure=False)
         yield
     finally:
         os.close(fd)

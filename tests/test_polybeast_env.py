@@ -800,8 +800,8 @@ def test_a_dead_owners_socket_is_taken_over_by_one_server_only(
     both_have_looked = threading.Barrier(2)
     check = env_server.check_address
 
-    def check_slowly(address):
-        check(address)
+    def check_slowly(address, **options):
+        check(address, **options)
         with contextlib.suppress(threading.BrokenBarrierError):
             both_have_looked.wait(timeout=0.5)
 
