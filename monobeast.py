@@ -518,6 +518,7 @@ class Actor:
             incarnation=incarnation,
             info_keys=flags.info_keys,
             seed_every_game=flags.serial,
+            recycle_games=flags.recycle_games,
         )
         self.net = net
         self.state = net.initial_state(E)

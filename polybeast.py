@@ -174,6 +174,7 @@ def check_flags(
     with contextlib.suppress(ValueError):  # No such environment; its server will say.
         is_atari = polybeast_env.is_atari(flags.env)
     core.flags.check_common(parser, flags, is_atari=is_atari)
+    polybeast_env.check_recycling(parser, flags)
     if flags.num_learner_threads is None:
         flags.num_learner_threads = 2
     if flags.max_learner_queue_size is None:

@@ -107,7 +107,12 @@ def create_environments(
         return vector_env.make_vector(
             flags.env, num_envs, atari_options=atari_options(flags), **options
         )
-    return environment.Environments(lambda: create_env(flags), num_envs, **options)
+    return environment.Environments(
+        lambda: create_env(flags),
+        num_envs,
+        recycle_games=flags.recycle_games,
+        **options,
+    )
 
 
 def is_vector(name: str) -> bool:
@@ -199,9 +204,20 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
         flags.envs_per_stream = ENVS_PER_STREAM
     if flags.streams_per_server is None:
         flags.streams_per_server = STREAMS_PER_SERVER
+    check_recycling(parser, flags)
     with contextlib.suppress(ValueError):  # No such environment; its server will say.
         core.flags.check_atari_flags(parser, flags, is_atari=is_atari(flags.env))
     return flags
+
+
+def check_recycling(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Refuse to make single ones of environments anew that only exist together."""
+    if flags.recycle_games and is_vector(flags.env):
+        parser.error(
+            f"--recycle_games is {flags.recycle_games} but --env is {flags.env}, which "
+            "makes all environments of a stream in one piece. Leave --recycle_games "
+            "out, or use the single environment."
+        )
 
 
 # -------------------------------------------------------------------------- servers

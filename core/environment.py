@@ -375,16 +375,21 @@ class Environments:
 
     `info_keys` are read from the `info` of `step`; rows that no `step` led to have NaN.
 
+    With `recycle_games` N an environment that has played N full games is closed, and a
+    new one plays on in its place, for simulators that leak. The rows do not show it.
+
     After an exception only `close` is allowed.
 
     Args:
-      make_env: creates one environment; called `num_envs` times.
+      make_env: creates one environment; called `num_envs` times, and to recycle one.
       seed: the run's seed; `env_seed` derives each environment's own from it.
       first_env_id: id of the first of these environments, counted over the whole run.
       incarnation: how often these environments were started anew after a crash.
       info_keys: scalars to copy from `info` into each row, NaN where absent.
       seed_every_game: reset every full game with a seed of its own, as `state` needs.
-        Otherwise only the first one is: seeding ALE anew costs as much as 300 steps.
+        Otherwise only each environment's first one is: seeding ALE anew costs as much
+        as 300 steps.
+      recycle_games: full games after which an environment is made anew; 0 for never.
     """
 
     def __init__(
@@ -397,19 +402,24 @@ class Environments:
         incarnation: int = 0,
         info_keys: tuple[str, ...] = (),
         seed_every_game: bool = False,
+        recycle_games: int = 0,
     ) -> None:
         self.info_keys = info_keys
+        self._make_env = make_env
         self._seed = seed
         self._first_env_id = first_env_id
         self._incarnation = incarnation
         self._seed_every_game = seed_every_game
+        self._recycle_games = recycle_games
         self._progress: list[_Progress] = []  # Empty until `reset`.
         self.envs: list[gym.Env] = []
         with contextlib.ExitStack() as stack:
-            for _ in range(num_envs):
-                env = adapt(make_env())
-                stack.callback(env.close)
-                self.envs.append(env)
+            # One for each environment: it closes that, once.
+            self._closers = [
+                stack.enter_context(contextlib.ExitStack()) for _ in range(num_envs)
+            ]
+            for k in range(num_envs):
+                self.envs.append(self._make(k))
             self.observation_space = convert_space(self.envs[0].observation_space)
             self.action_space = convert_space(self.envs[0].action_space)
             self._action_spaces = leaf_spaces(self.action_space)
@@ -418,6 +428,11 @@ class Environments:
                 self.observation_space, self.action_space, info_keys
             )
             self._closer = stack.pop_all()
+
+    def _make(self, k: int) -> gym.Env:
+        env = adapt(self._make_env())
+        self._closers[k].callback(env.close)
+        return env
 
     def seeds(self) -> list[int]:
         """Return the seed of each environment's first game, for the run's records."""
@@ -543,7 +558,7 @@ class Environments:
         """Step environment k, or reset it if its last row was `truncated`."""
         progress = self._progress[k]
         if progress.cut:
-            observation, _ = self._reset(k, self._next_seed(k))
+            observation, _ = self._next_game(k)
             self._write(rows, k, observation, done=True)
             progress.end_episode(game_over=True)
             return
@@ -581,10 +596,10 @@ class Environments:
         if terminated and not game_over:
             observation, reset_info = self._reset(k, None)
             game_over = bool(reset_info.get("new_game", False))
-            if game_over and self._seed_every_game:
-                observation, _ = self._reset(k, self._next_seed(k))
+            if game_over and (self._seed_every_game or self._is_due(k)):
+                observation, _ = self._next_game(k)
         elif terminated:  # Wins over `truncated`: there is nothing to bootstrap from.
-            observation, _ = self._reset(k, self._next_seed(k))
+            observation, _ = self._next_game(k)
         self._write(
             rows,
             k,
@@ -599,6 +614,34 @@ class Environments:
             progress.end_episode(game_over=game_over)
         else:
             progress.cut = truncated
+
+    def _next_game(self, k: int) -> tuple[Any, dict[str, Any]]:
+        """Begin the next game, in a new environment if that is due."""
+        is_due = self._is_due(k)
+        if is_due:
+            self._recycle(k)
+        # A new environment must not play the games of the old one again.
+        next_game = self._progress[k].game + 1
+        seed = (
+            self._game_seed(k, next_game) if self._seed_every_game or is_due else None
+        )
+        return self._reset(k, seed)
+
+    def _is_due(self, k: int) -> bool:
+        """Say whether the game that has just ended was environment k's last."""
+        games = self._progress[k].game + 1
+        return self._recycle_games > 0 and games % self._recycle_games == 0
+
+    def _recycle(self, k: int) -> None:
+        try:
+            self._closers[k].close()
+            self.envs[k] = self._make(k)
+        except (Exception, SystemExit) as error:
+            raise self._env_error(k, error) from error
+        try:
+            self._check_equal_spaces()
+        except ValueError as error:
+            raise EnvSpecError(str(error)) from None
 
     def _reset(self, k: int, seed: int | None) -> tuple[Any, dict[str, Any]]:
         """Reset environment k, with `seed` if there is one."""
@@ -695,11 +738,6 @@ class Environments:
 
     def _game_seed(self, k: int, game: int) -> int:
         return env_seed(self._seed, self._first_env_id + k, self._incarnation, game)
-
-    def _next_seed(self, k: int) -> int | None:
-        if not self._seed_every_game:
-            return None
-        return self._game_seed(k, self._progress[k].game + 1)
 
     def _check_equal_spaces(self) -> None:
         for k, env in enumerate(self.envs):

@@ -209,6 +209,22 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
         default=(),
         help="comma list of scalar entries of the environment's info to log",
     )
+    env.add_argument(
+        "--env_step_timeout_s",
+        type=number(1),
+        default=120.0,
+        help="an environment that takes longer for one step or reset hangs: its "
+        "process shows its stacks, is killed and started again. A learner gives up on "
+        "a server that takes a little longer still, and connects anew",
+    )
+    env.add_argument(
+        "--recycle_games",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="close each environment after N full games and make it anew, for "
+        "simulators that leak; 0: never",
+    )
     atari = parser.add_argument_group("environment, Atari only")
     atari.add_argument(
         "--atari_protocol",
@@ -355,14 +371,6 @@ def add_server_flags(group: Any) -> None:
         "and change everything",
     )
     group.add_argument(
-        "--env_step_timeout_s",
-        type=number(1),
-        default=120.0,
-        help="an environment that takes longer for one step or reset hangs: its "
-        "server process shows its stacks, is killed and started again. A learner gives "
-        "up on a server that takes a little longer still, and connects anew",
-    )
-    group.add_argument(
         "--keepalive_s",
         type=number(0.1),
         default=10.0,
@@ -400,6 +408,7 @@ SERVER_FLAGS = (
     "streams_per_server",
     "env_step_timeout_s",
     "keepalive_s",
+    "recycle_games",
 )
 
 

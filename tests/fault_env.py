@@ -67,5 +67,20 @@ def make_hanging_in_c() -> FaultEnv:
     return FaultEnv(lambda: ctypes.PyDLL(None).sleep(10**6), at_step=25)
 
 
+class LeakingEnv(FaultEnv):
+    """Episodes of 3 steps; the process is out of something in the fourth one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: os._exit(3), at_step=10)
+
+    def step(self, action):
+        observation, reward, *_ = super().step(action)
+        return observation, reward, self._steps % 3 == 0, False, {}
+
+
+def make_leaking() -> LeakingEnv:
+    return LeakingEnv()
+
+
 def make_broken() -> FaultEnv:
     raise RuntimeError("no licence for this simulator")

@@ -584,6 +584,102 @@ def test_two_plays_with_one_seed_are_equal_and_with_another_are_not():
     assert play(3) != play(4)
 
 
+# ----------------------------------------------------------------------- Recycling
+
+
+class Leaky:
+    """Makes environments of one kind; knows how many there were, and are."""
+
+    def __init__(self, kind=0):
+        self.kind, self.made, self.open, self.most_open = kind, 0, 0, 0
+
+    def __call__(self):
+        leaky = self
+
+        class Env(CountingEnv):
+            def close(self):
+                leaky.open -= 1
+
+        self.made += 1
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        return Env(self.kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recycling_after_every_game_shows_the_rows_of_a_seed_for_every_game(kind):
+    """Rows of a new environment are ordinary ones, whatever way the game ended."""
+    options = {"num_steps": 97, "num_envs": 3}
+    seeded = collect(lambda: CountingEnv(kind), seed_every_game=True, **options)
+    leaky = Leaky(kind)
+    recycled = collect(leaky, recycle_games=1, **options)
+    assert_same_rows(recycled, seeded)
+    check_rollout(recycled, seed_every_game=True)
+    games = np.isfinite(recycled["info"]["game_return"]).sum()
+    cut = recycled["truncated"][-1].sum()  # These have not begun their next game yet.
+    assert leaky.made == 3 + games - cut > 9
+    assert leaky.open == 0 and leaky.most_open == 3
+
+
+def test_an_environment_is_recycled_after_n_games_and_repeats_none():
+    leaky = Leaky()
+    rows = collect(leaky, num_steps=97, num_envs=2, recycle_games=3)
+    for k in range(2):
+        places = [counting_env.decode(code) for code in rows["observation"][:, k]]
+        games = list(dict.fromkeys((place.seed, place.game) for place in places))
+        assert len(games) > 7
+        assert games == [
+            (env_seed(SEED, k, 0, game - game % 3), game % 3)
+            for game in range(len(games))
+        ]
+    assert leaky.made > 6 and leaky.most_open == 2
+
+
+def test_recycled_environments_resume_exactly():
+    options = {"seed": SEED, "seed_every_game": True, "recycle_games": 2}
+    unbroken = Environments(counting_env.make_lives, 2, **options)
+    rows = empty_rows(unbroken, 98, 2)
+    unbroken.reset(at(rows, 0))
+    for t in range(1, 98):
+        unbroken.step(np.array([1, 2]), at(rows, t))
+        if t == 50:
+            state = unbroken.state()
+    restored = Environments(counting_env.make_lives, 2, **options)
+    restored.restore(state, at(rows, 50))
+    again = empty_rows(restored, 2)
+    for t in range(51, 98):
+        restored.step(np.array([1, 2]), again)
+        assert_same_rows(again, at(rows, t))
+
+
+def test_an_environment_that_cannot_be_made_anew_is_an_error_and_all_are_closed():
+    leaky = Leaky()
+
+    def make_env():
+        if leaky.made == 2:
+            raise OSError("no licence left")
+        return leaky()
+
+    with pytest.raises(EnvError, match=r"env 0 \(Env\) step \d+ .*OSError: no lic"):
+        collect(make_env, num_steps=97, num_envs=2, recycle_games=1)
+    assert leaky.open == 1  # `collect` did not come to close it.
+
+    envs = Environments(leaky, 2, seed=SEED, recycle_games=1)
+    rows = empty_rows(envs, 2)
+    envs.reset(rows)
+    for _ in range(97):
+        envs.step(np.array([0, 0]), rows)
+    envs.close()
+    envs.close()
+    assert leaky.open == 1
+
+
+def test_a_new_environment_with_other_spaces_is_permanent():
+    made = itertools.chain([CountingEnv()], itertools.repeat(CountingEnv(NESTED)))
+    with pytest.raises(EnvSpecError, match=r"expected observation_space Box.*got Dict"):
+        collect(made.__next__, num_steps=97, num_envs=1, recycle_games=1)
+
+
 # ----------------------------------------------------------------------- Exact resume
 
 

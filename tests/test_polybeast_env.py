@@ -1256,6 +1256,7 @@ def test_the_limit_of_open_files_is_raised(start):
         (["--server_address", "unix:/a", "--tls_dir", "c"], "is for TCP"),
         (["--pipes_basename", "unix:/a", "--tls_dir", "c"], "is for TCP"),
         (["--tls_dir", "c", "--insecure"], "contradict each other"),
+        (["--env", "envpool:Pong-v5", "--recycle_games", "3"], "in one piece"),
     ],
 )
 def test_bad_flags_are_exit_2(argv, said, capsys):

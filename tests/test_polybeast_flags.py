@@ -183,7 +183,8 @@ def test_the_learner_and_its_servers_have_the_same_defaults(capsys):
 def test_the_learners_servers_get_its_flags():
     flags = parse(
         "--env BreakoutNoFrameskip-v4 --num_servers 3 --streams_per_server 5 "
-        "--envs_per_stream 2 --env_step_timeout_s 7.5 --no-episodic_life --noop_max 0 "
+        "--envs_per_stream 2 --env_step_timeout_s 7.5 --recycle_games 9 "
+        "--no-episodic_life --noop_max 0 "
         "--sticky_actions 0.25 --full_action_space --frame_skip 3 "
         "--atari_protocol machado"
     )
@@ -342,6 +343,7 @@ def test_the_learner_has_timeouts_of_its_own():
         "--envs_per_stream 8",
         "--streams_per_server 2",
         "--pipes_basename unix:/tmp/polybeast",
+        "--recycle_games 3",
         "--sticky_actions 0.25",
         "--no-episodic_life",
     ],
@@ -473,6 +475,10 @@ BAD_COMBINATIONS = [
     (
         "--env Catch --sticky_actions 0.0",
         ["--sticky_actions is 0.0", "Catch", "Leave --sticky_actions out."],
+    ),
+    (
+        "--env ale-vector:Pong --recycle_games 3",
+        ["--recycle_games is 3", "ale-vector:Pong", "Leave --recycle_games out"],
     ),
     ("--video", ["--video is set", "--mode is train", "Add --mode test"]),
     ("--greedy", ["--greedy is set", "--mode is train", "Add --mode test"]),

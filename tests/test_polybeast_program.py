@@ -392,6 +392,15 @@ def test_a_learner_gives_up_on_a_server_whose_own_supervisor_does_not(
     assert re.search(r"\n.*INFO *\d+ steps received = \d+ learned \+", stop(program))
 
 
+def test_recycled_environments_leak_for_ever_and_no_stream_ends(train, run_dir):
+    env = "tests.fault_env:make_leaking"  # Its fourth game would be the end.
+    program = train(*LOCAL, "--env", env, "--recycle_games", 3, "--total_steps", 400)
+    assert program.wait() == 0, program.text()
+    last = log_rows(run_dir)[-1]
+    assert (last["reconnects"], last["steps_discarded"]) == ("0", "0")
+    assert int(last["games"]) > 100
+
+
 def test_a_server_that_always_dies_ends_the_run_with_its_last_words(train, run_dir):
     env = "tests.fault_env:make_crashing"
     program = train(*LOCAL, "--num_servers", 1, "--batch_size", K, "--env", env)
