@@ -82,6 +82,7 @@ LEARNER_JOIN_S = 30.0  # An update of the largest batch on one core, with room.
 # environments and its agent took.
 FULL = struct.Struct("<cIdd")
 ACTOR_EXIT_S = 1.0  # For an environment's close(); then the actor is killed.
+DUMP_S = 0.5  # For a hung actor to show its stack; then it is killed.
 
 
 # ---------------------------------------------------------------------------- flags
@@ -503,15 +504,24 @@ class Actor:
         actor_id: int,
         incarnation: int,
         fetch: Callable[[], int],
+        clock: np.ndarray,
     ):
         """Create the environments.
 
         Args:
           fetch: brings the newest weights into `net` and returns their version.
+          clock: [1] float64, written here: since when (`time.monotonic`) the present
+            step lasts, or the making of an environment; 0 in between. In shared
+            memory, the parent watches it.
         """
         E = flags.envs_per_actor
+
+        def create() -> Any:
+            clock[0] = time.monotonic()
+            return create_env(flags)
+
         self.envs = environment.Environments(
-            lambda: create_env(flags),
+            create,
             E,
             seed=flags.seed,
             first_env_id=actor_id * E,
@@ -529,11 +539,14 @@ class Actor:
         # Seconds of the last rollout that the environments took, and the rest.
         self.env_s = self.agent_s = 0.0
         self._fetch = fetch
+        self._clock = clock
+        clock[0] = 0.0
 
     @torch.inference_mode()
     def unroll(self, index: int) -> None:
         """Fill buffer `index` with the next T steps of every environment."""
         started, env_s = time.monotonic(), 0.0
+        self._clock[0] = started
         row = self.buffers.row(index, 0)
         if self.started:
             map_nest(np.copyto, row, self.last_row)
@@ -553,7 +566,9 @@ class Actor:
             row["policy_version"][...] = version
             began = time.monotonic()
             self.envs.step(row["action"], row)
-            env_s += time.monotonic() - began
+            self._clock[0] = time.monotonic()
+            env_s += self._clock[0] - began
+        self._clock[0] = 0.0
         map_nest(np.copyto, self.last_row, row)
         self.env_s, self.agent_s = env_s, time.monotonic() - started - env_s
 
@@ -601,6 +616,7 @@ def act(
     pipe: connection.Connection,
     buffers: rollouts.RolloutBuffers,
     weights: rollouts.SharedWeights,
+    clocks: rollouts.SharedArrays,
 ) -> None:
     """Run one actor process: fill the buffers that the parent names, until it hangs up.
 
@@ -634,6 +650,7 @@ def act(
             actor_id=actor_id,
             incarnation=incarnation,
             fetch=fetch,
+            clock=clocks.arrays["clock"][actor_id : actor_id + 1],
         )
         with contextlib.closing(actor.envs):
             for index in requests(pipe):
@@ -676,7 +693,8 @@ class ActorSlot:
     held: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     last_served: int = 0  # When it was last handed a buffer, as a running number.
     restart_at: float | None = 0.0  # Monotonic seconds; None while it runs.
-    traceback: str | None = None
+    dumped_at: float | None = None  # When a hung one was asked for its stack.
+    reason: str | None = None  # Of its death, if more is known than the exit status.
 
 
 class Actors:
@@ -685,7 +703,8 @@ class Actors:
     A buffer is free, held by one actor, full, or with a learner thread. Each actor has
     a pipe of its own and holds up to two buffers: the one it fills and its next. There
     is no lock that an actor could die with. A dead actor's finished rollouts count, its
-    torn one does not: the buffer becomes free again and the process is replaced.
+    torn one does not: the buffer becomes free again and the process is replaced. One
+    whose step takes more than --env_step_timeout_s is killed.
 
     `poll`, `start` and `close` belong to the main thread (Linux ends a child together
     with the thread that started it); `take` and `give_back` to learner threads.
@@ -703,7 +722,11 @@ class Actors:
     ):
         self._flags = flags
         self._busy = busy
-        self._args = (buffers, weights)
+        # One clock for each actor: see `Actor`.
+        shape = ArraySpec((flags.num_actors,), np.dtype(np.float64))
+        clocks = rollouts.SharedArrays({"clock": shape})
+        self._clock = clocks.arrays["clock"]
+        self._args = (buffers, weights, clocks)
         self._spaces = spaces
         self._incarnation = first_incarnation
         self._context = multiprocessing.get_context(flags.start_method)
@@ -749,9 +772,10 @@ class Actors:
             daemon=True,
         )
         self._incarnation += 1
+        self._clock[slot.actor_id] = 0.0
         slot.process.start()
         theirs.close()  # Or we would not see the actor's end of it close.
-        slot.restart_at = slot.traceback = None
+        slot.restart_at = slot.dumped_at = slot.reason = None
         with self._changed:
             slot.pipe = ours
             self._hand_out()
@@ -791,7 +815,30 @@ class Actors:
                 self._receive(slot)
             if slot.process is not None and handle == slot.process.sentinel:
                 self._bury(slot)
+        for slot in self.slots:
+            self._check_progress(slot)
         self.start()
+
+    def _check_progress(self, slot: ActorSlot) -> None:
+        """Kill an actor in which a step takes too long."""
+        if slot.process is None:
+            return
+        limit_s, now = self._flags.env_step_timeout_s, time.monotonic()
+        since = self._clock[slot.actor_id]
+        if since == 0 or now - since <= limit_s:
+            slot.dumped_at = None
+        elif slot.dumped_at is None:
+            slot.dumped_at = now
+            log.warning(
+                "Actor %d hangs: a step has taken %g s (--env_step_timeout_s); its "
+                "stack follows",
+                slot.actor_id,
+                limit_s,
+            )
+            os.kill(slot.process.pid, signal.SIGUSR1)  # faulthandler, with any GIL.
+        elif now - slot.dumped_at > DUMP_S:
+            slot.reason = f"killed: a step had taken {now - since:.1f} s"
+            slot.process.kill()
 
     def _receive(self, slot: ActorSlot) -> None:
         assert slot.pipe is not None
@@ -799,7 +846,7 @@ class Actors:
             while slot.pipe.poll():
                 message = slot.pipe.recv_bytes()
                 if message[:1] == b"E":
-                    slot.traceback = message[1:].decode()
+                    slot.reason = message[1:].decode().strip()
                     continue
                 _, index, env_s, agent_s = FULL.unpack(message)
                 self._busy.add("env", env_s, workers=len(self.slots))
@@ -820,7 +867,7 @@ class Actors:
     def _bury(self, slot: ActorSlot) -> None:
         """Reclaim a dead actor's buffers and plan its replacement."""
         slot.process.join()
-        reason = describe_exit(slot.process.exitcode)
+        reason = slot.reason or describe_exit(slot.process.exitcode)
         slot.process.close()
         slot.process = None
         with self._changed:
@@ -832,8 +879,6 @@ class Actors:
             self._free.extend(slot.held)
             slot.held.clear()
             self._hand_out()
-        if slot.traceback is not None:
-            reason = slot.traceback.strip()
         wait_s = slot.budget.died()
         if wait_s is None:
             raise ActorError(
@@ -1186,6 +1231,7 @@ def create_serial_actors(
             actor_id=i,
             incarnation=0,
             fetch=lambda: learner.updates,
+            clock=np.zeros(1),
         )
         for i in range(flags.num_actors)
     ]
@@ -1203,16 +1249,24 @@ def train_serial(
     torch.set_num_threads(flags.learner_cores)
     n = flags.batch_size // flags.envs_per_actor
     assembler = rollouts.BatchAssembler(buffers, n)
-    while stop.received is None and not learner.finished():
-        turn = n * (learner.updates + learner.skipped)
-        for i in range(n):
-            actor = actors[(turn + i) % len(actors)]
-            actor.unroll(i)
-            learner.busy.add("env", actor.env_s)
-            learner.busy.add("inference", actor.agent_s)
-        assembler.fill(range(n))
-        learn(flags, learner, assembler.batch, assembler.agent_state)
-        run.tick({})
+    watchdog = Watchdog(flags.stall_timeout_s)
+    # Whoever sits at the terminal may be in pdb, and sees what does not go on.
+    is_alone = sys.stdin is None or not sys.stdin.isatty()
+    try:
+        while stop.received is None and not learner.finished():
+            if is_alone:
+                watchdog.progress(f"step {learner.step}")
+            turn = n * (learner.updates + learner.skipped)
+            for i in range(n):
+                actor = actors[(turn + i) % len(actors)]
+                actor.unroll(i)
+                learner.busy.add("env", actor.env_s)
+                learner.busy.add("inference", actor.agent_s)
+            assembler.fill(range(n))
+            learn(flags, learner, assembler.batch, assembler.agent_state)
+            run.tick({})
+    finally:
+        watchdog.close()
     run.log({})
 
 

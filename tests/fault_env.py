@@ -9,6 +9,8 @@ from collections.abc import Callable
 import gymnasium as gym
 import numpy as np
 
+from core.environment import env_seed
+
 
 class FaultEnv(gym.Env):
     """Observes the number of steps taken; calls `fault` in a given one of them.
@@ -65,6 +67,22 @@ def make_hanging_in_some() -> FaultEnv:
 def make_hanging_in_c() -> FaultEnv:
     """Hangs with the GIL held, as C code may."""
     return FaultEnv(lambda: ctypes.PyDLL(None).sleep(10**6), at_step=25)
+
+
+class OneHangs(FaultEnv):
+    """Of a run with --seed 7 the first environment hangs, in its first life only."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: time.sleep(1e6), at_step=0)
+
+    def reset(self, *, seed=None, options=None):
+        if seed == env_seed(7, 0, 0, 0):
+            self._at_step = 7
+        return super().reset(seed=seed)
+
+
+def make_one_hanging() -> OneHangs:
+    return OneHangs()
 
 
 class LeakingEnv(FaultEnv):

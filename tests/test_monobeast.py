@@ -5,6 +5,7 @@ import argparse
 import os
 import random
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -181,6 +182,44 @@ def test_a_dead_actors_environments_do_not_repeat_their_games():
     assert not np.array_equal(first, again)
 
 
+def test_an_actor_that_hangs_is_replaced_while_others_go_on(caplog):
+    env = "tests.fault_env:make_one_hanging"
+    with Pool(make_flags(env, "--env_step_timeout_s", "1")) as pool:
+        actors = pool.actors
+        victim, other = actors.slots
+        hung = victim.process
+        learned = dict.fromkeys((False, True), 0)  # While it hangs, and afterwards.
+
+        def has_come_back() -> bool:
+            pool.next_rollout()
+            learned[actors.restarts == 1] += 1
+            return min(learned.values()) >= 10 and victim.budget._has_delivered
+
+        wait_until(has_come_back)
+    assert (actors.restarts, actors.discarded) == (1, 1)
+    assert "Actor 0 hangs: a step has taken 1 s (--env_step_timeout_s)" in caplog.text
+    assert "Actor 0 died (killed: a step had taken " in caplog.text
+    assert other.budget.quick_deaths == 0
+    with pytest.raises(ValueError):  # It has been waited for.
+        hung.is_alive()
+
+
+def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch):
+    with Pool(make_flags("Catch", "--env_step_timeout_s", "1")) as pool:
+        actors = pool.actors
+
+        def all_full() -> bool:
+            actors.poll(0.01)
+            return actors.stats()["buffers_full"] == pool.flags.num_buffers
+
+        wait_until(all_full)
+        pids, later = actors.pids(), time.monotonic() + 1e6
+        monkeypatch.setattr(monobeast.time, "monotonic", lambda: later)
+        for _ in range(3):
+            actors._check_progress(actors.slots[0])
+        assert actors.pids() == pids and actors.slots[0].dumped_at is None
+
+
 def test_an_actor_that_always_fails_ends_with_its_own_traceback():
     with Pool(make_flags("tests.test_monobeast:broken_env")) as pool:
 
@@ -224,7 +263,13 @@ def test_serial_and_asynchronous_actors_write_the_same_rollout():
     torch.manual_seed(monobeast.environment.env_seed(flags.seed, 0, 0, 0))
     monobeast.create_net(flags, spaces)  # The actor drew its own weights first.
     actor = monobeast.Actor(
-        flags, net, pool.buffers, actor_id=0, incarnation=0, fetch=lambda: 0
+        flags,
+        net,
+        pool.buffers,
+        actor_id=0,
+        incarnation=0,
+        fetch=lambda: 0,
+        clock=np.zeros(1),
     )
     actor.unroll(0)
     theirs = pool.buffers.rollout(0)

@@ -254,7 +254,13 @@ def test_both_trainers_make_the_same_rollouts(tmp_path):
         row, state, num_buffers=1, unroll_length=T, envs_per_actor=K
     )
     actor = monobeast.Actor(
-        flags, mono_net, buffers, actor_id=0, incarnation=0, fetch=lambda: 4
+        flags,
+        mono_net,
+        buffers,
+        actor_id=0,
+        incarnation=0,
+        fetch=lambda: 4,
+        clock=np.zeros(1),
     )
     torch.manual_seed(5)
     ours = []

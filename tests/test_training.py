@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -20,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from core import checkpoint, environment
+from core import checkpoint, environment, supervise
 from tests.conftest import DEADLINE_S, Program, wait_until
 
 REPOSITORY = Path(__file__).parents[1]
@@ -592,6 +593,34 @@ def test_a_full_disk_is_survived_while_training_and_fatal_at_the_end(start, tmp_
     assert program.wait() == 74, program.text()
     assert "CheckpointError: saving" in program.text()
     assert load(run_dir).path.name > old
+
+
+@pytest.mark.parametrize("env", ["make_hanging", "make_hanging_in_c"])
+def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path, env):
+    program = start(
+        *ASYNC,
+        *("--env", f"tests.fault_env:{env}", "--xpid", "x", "--env_step_timeout_s", 1),
+        *("--total_steps", 240),  # More than the first three actors live to make.
+    )
+    assert program.wait() == 0, program.text()
+    text = program.text()
+    assert "hangs: a step has taken 1 s (--env_step_timeout_s)" in text
+    assert re.search(r"Current thread .*\n(  File .*\n)*  File .*fault_env.py", text)
+    assert int(log_rows(tmp_path / "runs" / "x")[-1]["actor_restarts"]) >= 1
+
+
+def impatient_hanging_env():
+    """Hangs in a process whose watchdog allows no more than twice the limit."""
+    supervise.HANG_GRACE_S = 0.0
+    return hanging_env()
+
+
+def test_a_serial_run_that_hangs_shows_its_stack_and_ends(start):
+    env = "tests.test_training:impatient_hanging_env"
+    program = start(*SERIAL, "--env", env, "--stall_timeout_s", 1)
+    assert program.wait() == 1, program.text()  # faulthandler's own.
+    assert "Timeout (0:00:02)!" in program.text()
+    assert "in hang_forever" in program.text()
 
 
 # --------------------------------------------------------------------- one run, twice
