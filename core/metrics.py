@@ -925,6 +925,8 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     run_dir = run_dir.resolve()
     _lock(run_dir)
+    _sweep(run_dir.glob(".*.tmp-*"), ours=True)
+    _sweep(run_dir.parent.glob(".latest.tmp-*"), ours=False)
     if run_dir.name != "latest":
         link = run_dir.with_name("latest")
         temporary = run_dir.with_name(f".latest.tmp-{os.getpid()}")
@@ -936,6 +938,19 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
             temporary.unlink(missing_ok=True)
             log.warning("Cannot make %s point to %s: %s", link, run_dir.name, error)
     return run_dir
+
+
+def _sweep(paths: Iterable[Path], *, ours: bool) -> None:
+    """Remove temporary files of processes that were killed while they wrote.
+
+    Args:
+      ours: only this process, which holds the run's lock, may write such files.
+    """
+    for path in paths:
+        pid = path.name.rpartition("-")[2]
+        if ours or not (pid.isdecimal() and psutil.pid_exists(int(pid))):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _lock(run_dir: Path) -> None:

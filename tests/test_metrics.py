@@ -982,6 +982,23 @@ def test_a_folder_in_the_place_of_latest_is_left_alone(tmp_path, caplog):
     assert {path.name for path in tmp_path.iterdir()} == {"one", "latest"}
 
 
+def test_what_a_killed_process_was_writing_is_removed_at_the_next_start(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    nobody = 999_999_999  # Above the largest process id that Linux gives.
+    (run_dir / f".meta.json.tmp-{nobody}").write_text("{")
+    (tmp_path / f".latest.tmp-{nobody}").symlink_to("run")
+    other_run = tmp_path / f".latest.tmp-{os.getppid()}"  # At work on it now.
+    other_run.symlink_to("run")
+    metrics.prepare_run_dir(tmp_path, "run")
+    assert {path.name for path in run_dir.iterdir()} == {".lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run",
+        "latest",
+        other_run.name,
+    }
+
+
 # The owner forks a child that outlives it, as an actor may for a moment.
 LOCK_OWNER = """
 metrics.prepare_run_dir(Path(sys.argv[1]), "run")
