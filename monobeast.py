@@ -732,7 +732,7 @@ class Actors:
         self._context = multiprocessing.get_context(flags.start_method)
         if flags.start_method == "forkserver":
             # Import torch once, in the server; actors are forked from there in no time.
-            self._context.set_forkserver_preload(["monobeast"])
+            self._context.set_forkserver_preload(["core.fork_server", "monobeast"])
         self.slots = [ActorSlot(i, RestartBudget()) for i in range(flags.num_actors)]
         # Guards everything below, and the slots' `held` and `pipe`.
         self._changed = threading.Condition()

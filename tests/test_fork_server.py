@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`core.fork_server`: a fork server ends with its program, and not with less."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tools.nemesis.programs import FLAGS, SIZES, Program, wait_for, workplace
+
+
+@pytest.fixture
+def folder():
+    with workplace() as folder:
+        yield folder
+
+
+def fork_server(program: Program) -> int:
+    """Return the fork server's process id: the first of those with its command."""
+    (pid, *_) = sorted(
+        pid
+        for pid in program.family()
+        if b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return pid
+
+
+def test_a_killed_run_leaves_nothing_though_its_actors_hang_in_c(folder):
+    flags = [*FLAGS, *SIZES["monobeast"], "--env", "tools.nemesis.faulty:make_hanging"]
+    with Program("monobeast", folder, *flags, "--disable_checkpoint") as program:
+        program.wait_for(lambda: "about to hang" in program.text())
+        assert program.leftovers(), "it looks in the wrong place"
+        program.process.kill()
+        program.wait()
+        wait_for(lambda: not program.leftovers())
+
+
+def test_a_run_survives_the_end_of_its_fork_server(folder):
+    flags = [*FLAGS, *SIZES["monobeast"], "--disable_checkpoint"]
+    with Program("monobeast", folder, *flags) as program:
+        program.wait_for(lambda: program.rows() > 3)
+        os.kill(fork_server(program), signal.SIGTERM)
+        program.wait_for(lambda: "restarting it" in program.text())
+        rows = program.rows()
+        program.wait_for(lambda: program.rows() > rows + 3)
+        program.process.terminate()
+        assert program.wait() == 75, program.text()
+        wait_for(lambda: not program.leftovers())

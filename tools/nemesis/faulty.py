@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that fail, for `--env tools.nemesis.faulty:make_hanging` and so on.
+
+Import as little as environment servers do, so that these start as fast.
+"""
+
+import ctypes
+import os
+import random
+import time
+
+import gymnasium as gym
+
+from core import environment
+from core.toys import Catch
+
+P_CRASH, P_STALL = 0.001, 0.0002  # Per step of each environment.
+
+
+class Faulty(gym.Wrapper):
+    """Now and then ends its process without a word, or stalls until it is killed."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        # Of its own: the seed's games are the same with and without faults.
+        self._random = random.Random(os.urandom(8))
+
+    def step(self, action):
+        lot = self._random.random()
+        if lot < P_CRASH:
+            count("crashes")
+            os._exit(3)
+        if lot < P_CRASH + P_STALL:
+            count("stalls")
+            time.sleep(1e6)
+        return self.env.step(action)
+
+
+def count(kind: str) -> None:
+    """Add one to what the folder FAULTS has injected, if it is set."""
+    if folder := os.environ.get("FAULTS"):
+        with open(os.path.join(folder, kind), "ab") as file:
+            file.write(b".")
+
+
+def make_catch() -> gym.Env:
+    return Faulty(Catch())
+
+
+def make_breakout() -> gym.Env:
+    return Faulty(environment.make("MinAtar/Breakout-v1"))
+
+
+class Hanging(Catch):
+    """Hangs in its 25th step, in C code that holds the GIL."""
+
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 25:
+            os.write(2, b"about to hang\n")
+            ctypes.PyDLL(None).sleep(10**6)
+        return super().step(action)
+
+
+def make_hanging() -> gym.Env:
+    return Hanging()

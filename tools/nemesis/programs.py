@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers started as a user starts them, and whatever they leave behind."""
+
+import contextlib
+import os
+import random
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from core import checkpoint
+from tools.nemesis.result import REPOSITORY
+
+DEADLINE_S = 60.0  # For anything awaited.
+POLL_S = 0.002
+MODULES = ("monobeast", "polybeast")
+ENDLESS = "1000000000"
+MARK = "TORCHBEAST_NEMESIS"  # In the environment of each process of a program.
+# A save at each tick of the main loop; small rollouts, so that there are many.
+FLAGS = ["--env", "Catch", "--total_steps", ENDLESS, "--checkpoint_interval_s", "0"]
+FLAGS += ["--unroll_length", "5", "--batch_size", "4", "--log_interval_s", "0"]
+SIZES = {
+    "monobeast": ["--num_actors", "2", "--envs_per_actor", "2"],
+    "polybeast": ["--num_servers", "2", "--envs_per_stream", "2"],
+}
+# When the environments are about to be heard of for the first time.
+CONNECTING = {"monobeast": "Preflight: cores", "polybeast": "Environments 0 to"}
+
+
+class Program:
+    """A running `python -m <module>`, training run x. Kills its family at the end."""
+
+    def __init__(self, module: str, folder: Path, *flags: str):
+        """Start it, with a folder for its run, its output and its temporary files."""
+        self.module = module
+        self.run_dir = folder / "runs" / "x"
+        self.checkpoints = self.run_dir / "checkpoints"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        self._output = folder / "output.txt"
+        self._mark = f"{MARK}={secrets.token_hex(8)}"
+        mark = dict([self._mark.split("=")])
+        command = [sys.executable, "-m", module, "--savedir", str(folder / "runs")]
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, "--xpid", "x", *flags],
+                cwd=REPOSITORY,
+                env={**os.environ, **mark, "TMPDIR": str(self.temporary)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for this program.
+            )
+        self.pid = self.process.pid
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        wait_for(self._kill_family)
+
+    def _kill_family(self) -> bool:
+        pids = self.family()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        return not pids
+
+    def text(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Wait until it is true.
+
+        Raises:
+          RuntimeError: the program ended before, or that took too long; says what the
+            program said.
+        """
+        with contextlib.suppress(TimeoutError):
+            wait_for(lambda: condition() or not self.is_running())
+        if not condition():
+            raise RuntimeError(f"{condition} is not true of:\n{self.text()}")
+
+    def wait(self) -> int:
+        """Return the exit status."""
+        with contextlib.suppress(TimeoutError):
+            wait_for(lambda: not self.is_running())
+        if self.is_running():
+            raise RuntimeError(f"did not end:\n{self.text()}")
+        return self.process.returncode
+
+    def rows(self) -> int:
+        """Return the number of lines in the log."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.run_dir / "logs.csv").read_bytes().count(b"\n")
+        return 0
+
+    def is_saving(self) -> bool:
+        return any(self.checkpoints.glob(".tmp-*"))
+
+    def newest(self) -> str:
+        """Return the name of the newest checkpoint, good or not."""
+        return max((p.name for p in self.checkpoints.glob("step-*")), default="")
+
+    def family(self) -> list[int]:
+        """Return the live processes it started, and theirs, wherever they are now.
+
+        They have inherited the mark in its environment, whoever their parent is.
+        """
+        found = []
+        for entry in os.scandir("/proc"):
+            with contextlib.suppress(OSError):  # It has ended meanwhile.
+                if entry.name.isdecimal() and self._mark.encode() in Path(
+                    entry.path, "environ"
+                ).read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Name what is there, but should not be once the program has ended.
+
+        Not what every torch program leaves and uses again: its compiler's cache.
+        """
+        processes = [f"process {pid} {_command(pid)}" for pid in self.family()]
+        files = [
+            path
+            for path in self.temporary.rglob("*")
+            if not path.relative_to(self.temporary).parts[0].startswith("torchinductor")
+        ]
+        files += [p for p in self.run_dir.parent.rglob(".*") if ".tmp-" in p.name]
+        return processes + [str(p.relative_to(self.temporary.parent)) for p in files]
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
+# Kinds of moments in a program's life: when each begins, and for how many seconds.
+MOMENTS = ("start-up", "connect", "save", "train")
+
+
+def await_moment(
+    program: Program, kind: str, rng: random.Random, *, start_s: float
+) -> None:
+    """Return at a random moment of a kind; `start_s` is how long programs start."""
+    rows = program.rows()
+    begins, lasts_s = {
+        "start-up": (lambda: True, start_s),
+        "connect": (lambda: CONNECTING[program.module] in program.text(), 0.5),
+        "save": (program.is_saving, 0.01),
+        "train": (lambda: program.rows() not in (0, rows), 1.0),
+    }[kind]
+    program.wait_for(begins)
+    time.sleep(rng.uniform(0, lasts_s))
+
+
+def measure_start(module: str) -> float:
+    """Return how many seconds a program takes until it has learned something."""
+    began = time.monotonic()
+    with workplace() as folder, Program(module, folder, *SIZES[module], *FLAGS) as it:
+        it.wait_for(lambda: it.rows() > 1)
+    return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """Yield a folder with a short name: unix sockets in it have room for 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tb") as folder:
+        yield Path(folder)
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = DEADLINE_S) -> float:
+    """Poll until it is true; return the seconds that took.
+
+    Raises:
+      TimeoutError: it took more than `limit_s`.
+    """
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > limit_s:
+            raise TimeoutError(f"not true within {limit_s:g} s: {condition}")
+        time.sleep(POLL_S)
+    return time.monotonic() - began
+
+
+def differences(checkpoints: Path, others: Path) -> list[str]:
+    """Name what is not bit for bit equal in the newest checkpoints of two folders."""
+    a, b = checkpoint.load(checkpoints), checkpoint.load(others)
+    assert a is not None and b is not None, "no checkpoint"
+    assert a.tensors.keys() == b.tensors.keys() and a.state.keys() == b.state.keys()
+    different = []
+    for group, tensors in a.tensors.items():
+        assert tensors.keys() == b.tensors[group].keys()
+        for name, tensor in tensors.items():
+            if tensor.numpy().tobytes() != b.tensors[group][name].numpy().tobytes():
+                different.append(f"{group}/{name}")
+    for key in a.state.keys() - {"time_s", "flags"}:  # Of the clock, and of the user.
+        if a.state[key] != b.state[key]:
+            different.append(key)
+    return different
