@@ -330,7 +330,7 @@ def test_servers_elsewhere_are_protected_or_known_not_to_be(address, capsys):
 
 
 def test_the_learner_has_timeouts_of_its_own():
-    text = "--server_addresses host:1 --env_step_timeout_s 3 --keepalive_s 0.5"
+    text = "--server_addresses unix:/a --env_step_timeout_s 3 --keepalive_s 0.5"
     flags = parse(text)
     assert (flags.env_step_timeout_s, flags.keepalive_s) == (3.0, 0.5)
 
