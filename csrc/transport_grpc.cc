@@ -496,6 +496,7 @@ std::string describe(const std::string& address, const std::string& hello,
   grpc::ByteBuffer welcome;
   grpc::Status status;
   while (true) {
+    grpc::Status last;
     {
       OneCall one_call;
       one_call.context.set_deadline(deadline);
@@ -505,10 +506,15 @@ std::string describe(const std::string& address, const std::string& hello,
           stub.PrepareUnaryCall(&one_call.context, kDescribeMethod,
                                 to_buffer(hello), &one_call.queue);
       call->StartCall();
-      call->Finish(&welcome, &status, &one_call.queue);
+      call->Finish(&welcome, &last, &one_call.queue);
       one_call.wait();
     }
-    const bool is_away = status.error_code() == grpc::StatusCode::UNAVAILABLE;
+    // Out of time in the middle of an attempt: those before had a reason.
+    if (last.error_code() != grpc::StatusCode::DEADLINE_EXCEEDED ||
+        status.ok()) {
+      status = last;
+    }
+    const bool is_away = last.error_code() == grpc::StatusCode::UNAVAILABLE;
     if (!is_away ||
         std::chrono::system_clock::now() + kDescribeRetry > deadline) {
       break;
