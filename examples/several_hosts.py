@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """PolyBeast on three hosts, all played by this machine: needs root, Linux and `ip`.
 
+And the package cryptography, for the certificates that the hosts show each other.
+
     sudo .venv/bin/python examples/several_hosts.py
 
 Each host is a network namespace. The learner's has a cable (a veth pair) to each of two
-others, on which environment servers run; they speak TCP:
+others, on which environment servers run; they speak TLS:
 
      host learner                             host env0
     ┌─────────────────────┐                  ┌─────────────────────────┐
@@ -103,6 +105,17 @@ class Hosts:
         ip("-n", self.envs[i], "link", "set", "eth0", "up")
 
 
+def make_certificates(folder: Path, addresses: list[str]) -> None:
+    """Make a folder for each host and the learner; real hosts would get copies."""
+    command = ["-m", "tools.certs", "--hosts", ",".join(addresses), "--out"]
+    subprocess.run(
+        [sys.executable, *command, str(folder)],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
 def ip(*args: str) -> str:
     return subprocess.run(
         ["ip", *args], check=True, stdout=subprocess.PIPE, text=True
@@ -141,20 +154,24 @@ class Experiment:
         self._logs = savedir / "hosts" / "logs.csv"
         self._began = time.monotonic()
         self._received = [0, 0]
+        certs = savedir / "certs"
+        make_certificates(certs, [hosts.address(i) for i in range(2)])
         self.servers = [
             hosts.start(
                 host,
                 "polybeast_env",
                 *("--env", "Catch", "--server_address", f"0.0.0.0:{PORT}"),
                 *("--num_servers", "1", "--streams_per_server", str(STREAMS_PER_HOST)),
+                *("--tls_dir", str(certs / hosts.address(i))),
             )
-            for host in hosts.envs
+            for i, host in enumerate(hosts.envs)
         ]
         addresses = ",".join(f"{hosts.address(i)}:{PORT}" for i in range(2))
         self.learner = hosts.start(
             hosts.learner,
             "polybeast",
-            *("--server_addresses", addresses, "--batch_size", "16"),
+            *("--server_addresses", addresses, "--tls_dir", str(certs / "learner")),
+            *("--batch_size", "16"),
             *("--learning_rate", "0.001", "--epsilon", "0.001"),
             *("--savedir", str(savedir), "--xpid", "hosts", "--log_interval_s", "0.5"),
         )

@@ -5,6 +5,7 @@ Seen red: with both cables cut, with a cable that is never mended, with servers 
 play other actions than they are told, and with a Hosts that does not clean up.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -56,6 +57,9 @@ def none_runs(processes):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("cryptography") is None, reason="pip install cryptography"
+)
 def test_training_goes_on_while_a_host_is_cut_off_and_the_host_comes_back(tmp_path):
     with several_hosts.Hosts() as hosts:
         experiment = several_hosts.Experiment(hosts, tmp_path)
