@@ -3,6 +3,7 @@
 
     python -m benchmarks.transport
     python -m benchmarks.transport --scale
+    python -m benchmarks.transport --tls
 
 A mock environment gives a constant observation of 28 KB (84x84x4 uint8), a mock agent a
 constant action. One environment server process, one learner process that runs the whole
@@ -17,11 +18,15 @@ together, and the ratio of the rates; medians of `--repeats`. Raw figures: `--ou
 With --scale: the data path alone, from 16 environments in one server process to 4,096
 in 64, 16 to a stream, and what a step costs the learner's process; rollouts of 5 steps,
 so that 4,096 environments need 2 GB of them.
+
+With --tls: the data path over TCP on this machine, plain and encrypted in turns. Needs
+the package cryptography.
 """
 
 import argparse
 import contextlib
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +42,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 
-from core import spaces
+from core import spaces, tls
 from core.spaces import Nest, map_nest
 from core.supervise import num_cores
 
@@ -75,7 +80,7 @@ class MockEnvironments:
         pass
 
 
-def serve(address: str, K: int, streams: int) -> None:
+def serve(address: str, K: int, streams: int, tls_dir: str | None) -> None:
     """Serve mock environments as polybeast_env would."""
     from core import env_server  # Not in the learner's process: it sets up gRPC.
 
@@ -86,10 +91,11 @@ def serve(address: str, K: int, streams: int) -> None:
         num_streams=streams,
         name="mock",
         vector=True,
+        tls_dir=tls_dir,
     ).run()
 
 
-def serve_echo(address: str, K: int, streams: int) -> None:
+def serve_echo(address: str, K: int, streams: int, tls_dir: None) -> None:
     """Serve the same bytes, and nothing else."""
     import grpc
 
@@ -113,7 +119,9 @@ def serve_echo(address: str, K: int, streams: int) -> None:
     server.wait_for_termination()
 
 
-def learn(addresses: str, streams: int, seconds: float, T: int) -> None:
+def learn(
+    addresses: str, streams: int, seconds: float, T: int, tls_dir: str | None
+) -> None:
     """Run the learner's data path; print steps, wall and CPU seconds.
 
     Args:
@@ -137,6 +145,7 @@ def learn(addresses: str, streams: int, seconds: float, T: int) -> None:
         (),
         named_rows=True,
         inference_keys=polybeast.NET_INPUTS,
+        tls=tls.read(tls_dir, is_server=False),
     )
     outputs: dict[int, Any] = {}
 
@@ -201,20 +210,26 @@ def measure(
     *,
     servers: int = 1,
     T: int = T,
+    tcp: bool = False,
+    certs: Path | None = None,
 ) -> dict[str, float]:
     """Measure the data path or the echo once; `streams` are those of each server."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         addresses = [f"unix:{folder}/{i}" for i in range(servers)]
+        if tcp:
+            addresses = [f"localhost:{free_port()}"]
+        theirs, ours = (certs / "localhost", certs / "learner") if certs else ("", "")
         kind = "serve" if what == "data path" else "echo"
         processes = [
-            stack.enter_context(child(kind, address, K, streams))
+            stack.enter_context(child(kind, address, K, streams, theirs))
             for address in addresses
         ]
-        while len(list(Path(folder).iterdir())) < servers:
+        while not tcp and len(list(Path(folder).iterdir())) < servers:
             time.sleep(0.01)
         if what == "data path":
             command = [sys.executable, "-m", "benchmarks.transport", "--run", "learn"]
             command += [",".join(addresses), str(streams), str(seconds), str(T)]
+            command += [str(ours)]
         else:
             command = [str(echo_client), str(seconds), str(streams), *addresses]
         client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -254,6 +269,42 @@ def scale(own: argparse.Namespace) -> list[dict[str, Any]]:
     return measured
 
 
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def price_of_tls(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure TCP on this machine with and without TLS; print and return it."""
+    measured = []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tools.certs", "--hosts", "localhost", "--out"]
+        subprocess.run([*command, folder], check=True, stdout=subprocess.DEVNULL)
+        print(f"{num_cores()} cores. us: CPU microseconds per step, learner + server.")
+        print(f"{'K':>3}{'streams':>8}{'plain/s':>10}{'us':>15}{'TLS/s':>10}{'us':>15}")
+        for K in flags.envs_per_stream:
+            for streams in flags.streams:
+                if K * streams > MAX_ENVS:
+                    continue
+                runs: dict[str, list[dict[str, float]]] = {"plain": [], "TLS": []}
+                for _ in range(flags.repeats):
+                    for what, results in runs.items():
+                        certs = Path(folder) if what == "TLS" else None
+                        results.append(
+                            measure(
+                                "data path",
+                                K,
+                                streams,
+                                flags.seconds,
+                                tcp=True,
+                                certs=certs,
+                            )
+                        )
+                measured.append({"K": K, "streams": streams, **runs})
+                print(row_of(K, streams, runs), flush=True)
+    return measured
+
+
 def compile_echo_client(folder: str) -> Path:
     program = Path(folder, "echo_client")
     flags = subprocess.run(
@@ -279,9 +330,11 @@ def main() -> None:
     )
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 2, 4, 16, 64))
     parser.add_argument("--scale", action="store_true", help="many servers instead")
+    parser.add_argument("--tls", action="store_true", help="the price of TLS instead")
     parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     flags = parser.parse_args()
-    measured = scale(flags) if flags.scale else against_echo(flags)
+    what = scale if flags.scale else price_of_tls if flags.tls else against_echo
+    measured = what(flags)
     if flags.out:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
         result = {"cores": num_cores(), "T": SCALE_T if flags.scale else T, "B": B}
@@ -310,8 +363,13 @@ def against_echo(flags: argparse.Namespace) -> list[dict[str, Any]]:
                             measure(what, K, streams, flags.seconds, echo_client)
                         )
                 measured.append({"K": K, "streams": streams, **runs})
-                print(row_of(K, streams, runs), flush=True)
+                ratio = rate(runs["data path"]) / rate(runs["echo"])
+                print(f"{row_of(K, streams, runs)}{ratio:8.2f}", flush=True)
     return measured
+
+
+def rate(runs: list[dict[str, float]]) -> float:
+    return statistics.median(run["sps"] for run in runs)
 
 
 def row_of(K: int, streams: int, runs: dict[str, list[dict[str, float]]]) -> str:
@@ -323,17 +381,16 @@ def row_of(K: int, streams: int, runs: dict[str, list[dict[str, float]]]) -> str
         learner, server = median(what, "client_us"), median(what, "server_us")
         cost = f"{learner:.0f} + {server:.0f}"
         text += f"{median(what, 'sps'):10.0f}{cost:>15}"
-    ratio = median("data path", "sps") / median("echo", "sps")
-    return f"{text}{ratio:8.2f}"
+    return text
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         kind, *args = sys.argv[2:]
         if kind == "learn":
-            learn(args[0], int(args[1]), float(args[2]), int(args[3]))
+            learn(args[0], int(args[1]), float(args[2]), int(args[3]), args[4] or None)
         else:
             run = serve if kind == "serve" else serve_echo
-            run(args[0], int(args[1]), int(args[2]))
+            run(args[0], int(args[1]), int(args[2]), args[3] or None)
     else:
         main()
