@@ -15,6 +15,7 @@ import shutil
 import socket
 import ssl
 import stat
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,31 @@ def test_who_is_away_is_not_accused(folders):
         describe(address, folders["learner"])
     assert tls.diagnose(address, str(folders["learner"])) is None
     assert tls.diagnose(address, None) is None
+
+
+@pytest.mark.parametrize("shakes_hands", [True, False])
+def test_a_connection_that_is_reset_is_a_refusal_only_after_the_handshake(
+    folders, background, shakes_hands
+):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folders["right"] / "cert.pem", folders["right"] / "key.pem")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def reset_one():
+        connection, _ = listener.accept()
+        if shakes_hands:
+            connection = context.wrap_socket(connection, server_side=True)
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+        connection.close()
+
+    with listener:
+        thread = background(reset_one)
+        address = f"localhost:{listener.getsockname()[1]}"
+        said = tls.diagnose(address, str(folders["learner"]))
+        thread.result(DEADLINE_S)
+    assert (said is not None) == shakes_hands, said
 
 
 # --------------------------------------------------------------------------- learners
