@@ -55,6 +55,7 @@ from torch import nn
 import atari_wrappers
 import core.flags
 from core import checkpoint, environment, evaluation, losses, metrics, rollouts
+from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
 from core.run import Learner, Run, run_program, seed_rng
 from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
@@ -487,6 +488,15 @@ def read_spaces(flags: argparse.Namespace) -> Spaces:
         return Spaces(envs.observation_space, envs.action_space)
     finally:
         envs.close()
+
+
+def net_outputs(spaces: Spaces) -> dict[str, ArraySpec]:
+    """Return what Net must say of each row of each environment."""
+    f32 = np.dtype(np.float32)
+    return {
+        "policy_logits": ArraySpec((int(spaces.action.n),), f32),
+        "baseline": ArraySpec((), f32),
+    }
 
 
 # ---------------------------------------------------------------------------- acting
@@ -1041,8 +1051,7 @@ def rollout_specs(
     f32, i64 = np.dtype(np.float32), np.dtype(np.int64)
     row |= {
         "action": row["last_action"],
-        "policy_logits": ArraySpec((net.num_actions,), f32),
-        "baseline": ArraySpec((), f32),
+        **net_outputs(spaces),
         "policy_version": ArraySpec((), i64),
     }
     state = net.initial_state(flags.envs_per_actor)
@@ -1084,6 +1093,7 @@ def train(flags: argparse.Namespace) -> Exit:
             flags.seed = recorded.get("flags", {}).get("seed", secrets.randbelow(2**31))
         seed_rng(flags.seed)
         learner = create_learner(flags, spaces)
+        dry_run(learner.net, spaces.observation, spaces.action, net_outputs(spaces))
         run = Run(
             flags,
             run_dir,

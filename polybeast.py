@@ -61,9 +61,10 @@ import libtorchbeast
 import nest
 import polybeast_env
 from core import environment, evaluation, losses, metrics, tls, wire
+from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
 from core.run import Learner, Run, run_program, seed_rng
-from core.spaces import Nest, map_nest
+from core.spaces import ArraySpec, Nest, map_nest
 from core.supervise import (
     ConfigError,
     Exit,
@@ -527,6 +528,15 @@ class Spaces:
     action: gym.Space
 
 
+def net_outputs(spaces: Spaces) -> dict[str, ArraySpec]:
+    """Return what Net must say of each row of each environment."""
+    f32 = np.dtype(np.float32)
+    return {
+        "policy_logits": ArraySpec((int(spaces.action.n),), f32),
+        "baseline": ArraySpec((), f32),
+    }
+
+
 def sample_action(logits: torch.Tensor, *, greedy: bool = False) -> torch.Tensor:
     """Sample actions [T, B] int64, numbered from 0, from logits [T, B, A].
 
@@ -873,6 +883,7 @@ def train_with(
         seed_rng(flags.seed)
         spaces = Spaces(welcome.observation, welcome.action)
         learner = create_learner(flags, spaces)
+        dry_run(learner.net, spaces.observation, spaces.action, net_outputs(spaces))
         run = Run(
             flags,
             run_dir,
