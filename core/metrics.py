@@ -10,9 +10,10 @@
         tensorboard/   the rows of logs.csv again, as events
         .lock          held by the process that trains
 
-A disk that is full or away never stops training: what could not be written waits in
-memory, is written with a later row, and is warned about once. A run that resumes
-drops the rows that are newer than its checkpoint, so that no step is there twice.
+A disk that is full, away, or hangs never stops training: what could not be written
+waits in memory, is written with a later row, and is warned about once. A run that
+resumes drops the rows that are newer than its checkpoint, so that no step is there
+twice.
 """
 
 import collections
@@ -368,45 +369,100 @@ def _mean(values: Sequence[float] | collections.deque) -> float:
 # What waits for a disk that does not take it. A row is about 300 bytes, so this is
 # days; then rows are lost, rather than the run.
 MAX_WAITING_BYTES = 16 << 20
+PATIENCE_S = 0.2  # For a disk to take a row; one that takes longer hangs.
+CLOSE_S = 2.0  # For it to take what is left when the run ends.
 
 
 class _LogFile:
-    """Appends to a file; a write that fails waits in memory for the next one.
+    """Appends to a file; what the disk does not take waits in memory for later.
 
-    Not buffered: what `write` has accepted survives the death of this process.
+    After `start` a thread of its own writes, so that a disk that hangs (a network file
+    system that is away, a pipe that nobody reads) holds nobody up but that. Not
+    buffered: what the disk takes within PATIENCE_S is written when `write` returns, and
+    survives the death of this process. Thread-safe.
     """
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self.path = path
+        self._fd = os.open(path, flags, 0o644)
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        # What follows is guarded by it.
         self.error: OSError | None = None  # Of the latest write.
         self.lost = 0  # Writes for which there was no room in memory either.
-        self._fd = os.open(path, flags, 0o644)
         self._waiting = b""
+        self._asked = self._answered = 0  # Writes, as running numbers.
+        self._closing = False
 
-    def write(self, data: bytes) -> None:
-        if len(self._waiting) < MAX_WAITING_BYTES:
-            self._waiting += data
-        else:
-            self.lost += 1
+    def start(self) -> None:
+        """Write in a thread from now on; calling it again is fine."""
+        if self._thread is None and not self._closing:
+            self._thread = threading.Thread(
+                target=self._run, name=f"write {self.path.name}", daemon=True
+            )
+            self._thread.start()
+
+    def write(self, data: bytes, patience_s: float = PATIENCE_S) -> None:
+        with self._changed:
+            if len(self._waiting) < MAX_WAITING_BYTES:
+                self._waiting += data
+            else:
+                self.lost += 1
+            if self._thread is None:
+                self._waiting, self.error = self._try(self._waiting)
+                return
+            self._asked += 1
+            number = self._asked
+            self._changed.notify_all()
+            if isinstance(self.error, TimeoutError):
+                return  # It hangs already; whoever waited would wait for each row.
+            if not self._changed.wait_for(lambda: self._answered >= number, patience_s):
+                self.error = TimeoutError(f"no answer for {patience_s:g} s")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closing or self._asked > self._answered
+                )
+                if self._asked == self._answered:
+                    return
+                number = self._asked
+                data, self._waiting = self._waiting, b""
+            rest, error = self._try(data)
+            with self._changed:
+                self._waiting = rest + self._waiting
+                self.error, self._answered = error, number
+                self._changed.notify_all()
+
+    def _try(self, data: bytes) -> tuple[bytes, OSError | None]:
+        """Write; return what is left, and why."""
         try:
-            while self._waiting:
+            while data:
                 # May take a part only: the disk can fill up in the middle of a row.
-                written = os.write(self._fd, self._waiting)
-                self._waiting = self._waiting[written:]
-            self.error = None
+                data = data[os.write(self._fd, data) :]
         except OSError as error:
-            self.error = error
+            return data, error
+        return b"", None
 
     def close(self) -> None:
-        if self._fd == -1:
+        if self._closing:
             return
-        self.write(b"")
+        if isinstance(self.error, TimeoutError):
+            self.error = None  # One last chance.
+        self.write(b"", CLOSE_S)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if isinstance(self.error, TimeoutError):
+            return  # The thread still has the file. It ends with this process.
+        if self._thread is not None:
+            self._thread.join()
         try:
             os.close(self._fd)
         except OSError as error:  # NFS may report a full disk only now.
             self.error = error
-        self._fd = -1
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -431,8 +487,8 @@ def _write_atomically(path: Path, text: str) -> None:
 class RunLog:
     """Writes log rows to logs.csv, to TensorBoard and, if asked, to Weights & Biases.
 
-    A context manager; one thread uses it. It starts no thread of its own, and W&B
-    (which does) only with the first row: by then the actors have been forked.
+    A context manager; one thread uses it. The threads that write, out.log's too, and
+    W&B's start with the first row: by then the actors have been forked.
 
     Args:
       run_dir: the run's folder; it exists.
@@ -483,6 +539,11 @@ class RunLog:
         self._csv = _LogFile(run_dir / "logs.csv")
         self._events = _EventFile(run_dir / "tensorboard", resume_step=resume_step)
         self._files = (self._csv, self._events.file)
+        self._out_logs = [
+            handler.file
+            for handler in logging.getLogger().handlers
+            if isinstance(handler, _FileHandler)
+        ]
 
     def __enter__(self) -> "RunLog":
         return self
@@ -501,6 +562,8 @@ class RunLog:
                 f"no such column of logs.csv: {', '.join(sorted(unknown))}. Add it to "
                 "FIELDS in core/metrics.py, with unit and meaning."
             )
+        for file in (*self._files, *self._out_logs):
+            file.start()
         values = {key: n for key in row if (n := _cell(row[key])) is not None}
         cells = (_format(values.get(column)) for column in self.columns)
         self._csv.write((",".join(cells) + "\n").encode())
@@ -508,23 +571,31 @@ class RunLog:
         self._events.add(step, values)
         self._report_errors()
         if self._wandb is not None:
+            self._log_to_wandb(values, step)
+
+    def _log_to_wandb(self, values: Mapping[str, float], step: int) -> None:
+        assert self._wandb is not None
+        try:
             if self._wandb_run is None:
                 self._wandb_run = _init_wandb(self._wandb, self._run_dir, self._config)
             # W&B ignores steps that it has seen before the run was resumed.
             self._wandb_run.log(values, step=step)
+        except Exception as error:  # Somebody else's service is no reason to stop.
+            log.warning("Weights & Biases failed, and gets no more rows: %s", error)
+            self._wandb = self._wandb_run = None
 
     def close(self) -> None:
         for file in self._files:
             file.close()
-            if file.error:
-                log.warning("The end of %s is lost: %s", file.path, file.error)
+            _report_lost(file)
         if self._wandb_run is not None:
             self._wandb_run.finish()
             self._wandb_run = None
 
     def _report_errors(self) -> None:
         """Warn about a disk that fails, once until it works again."""
-        failed = [file for file in self._files if file.error]
+        files = (*self._files, *self._out_logs)
+        failed = [file for file in files if file.error]
         self.failed_writes += bool(failed)
         if failed and not self._warned:
             log.warning(
@@ -537,9 +608,17 @@ class RunLog:
                 "Writing to %s works again. Rows that waited: %d, rows lost: %d.",
                 self._run_dir,
                 self.failed_writes,
-                max(file.lost for file in self._files),
+                max(file.lost for file in files),
             )
         self._warned = bool(failed)
+
+
+def _report_lost(file: _LogFile) -> None:
+    """Say what a closed file has not taken."""
+    if file.error:
+        log.warning("The end of %s is lost: %s", file.path, file.error)
+    if file.lost:
+        log.warning("%s lacks %d rows or lines", file.path, file.lost)
 
 
 def _cell(value: Any) -> float | int | None:
@@ -660,16 +739,16 @@ class _FileHandler(logging.Handler):
 
     def __init__(self, path: Path):
         super().__init__()
-        self._file = _LogFile(path)
+        self.file = _LogFile(path)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._file.write((self.format(record) + "\n").encode(errors="replace"))
+            self.file.write((self.format(record) + "\n").encode(errors="replace"))
         except Exception:  # The caller's mistake, for instance "%d" of a str.
             self.handleError(record)
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
         super().close()
 
 
@@ -707,9 +786,11 @@ class Logging:
         self.close()
 
     def close(self) -> None:
-        for handler in self._handlers:
+        for handler in reversed(self._handlers):  # The terminal's last.
             self._root.removeHandler(handler)
             handler.close()
+            if isinstance(handler, _FileHandler):
+                _report_lost(handler.file)
         if self._handlers:
             logging.captureWarnings(False)
             self._root.setLevel(self._old_level)

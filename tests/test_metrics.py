@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of core.metrics: nothing lost, nothing doubled, nothing secret."""
 
+import contextlib
 import csv
+import fcntl
 import io
 import json
 import logging
@@ -29,6 +31,7 @@ from rich.console import Console
 
 from core import metrics, run
 from core.supervise import ConfigError
+from tests.conftest import wait_until
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 30.0
@@ -329,6 +332,74 @@ def test_rows_that_never_reach_the_disk_are_reported_at_the_end(tmp_path, caplog
     assert "The end of /dev/full is lost" in caplog.text
 
 
+class Pipe:
+    """A file's place taken by a pipe that somebody has open and does not read."""
+
+    def __init__(self, path):
+        os.mkfifo(path)
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self.size = fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, 4096)
+
+    def read(self):
+        """Read all that is there."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._fd, 1 << 20)
+        return b""
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path):
+    pipe = Pipe(tmp_path / "pipe")
+    file = metrics._LogFile(tmp_path / "pipe")
+    file.start()
+    data = b"".join(b"%7d\n" % i for i in range(2 * pipe.size // 8))
+    for i in range(0, len(data), 8):
+        file.write(data[i : i + 8])
+    assert isinstance(file.error, TimeoutError)
+    assert file.lost == 0
+    read = bytearray()
+
+    def has_arrived() -> bool:  # Whole, once, in order.
+        read.extend(pipe.read())
+        return len(read) >= len(data)
+
+    wait_until(has_arrived)
+    assert read == data
+    file.write(b"more\n")
+    wait_until(lambda: file.error is None)
+    file.close()
+    assert pipe.read().endswith(b"more\n")
+
+
+def test_a_pipe_that_nobody_reads_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "CLOSE_S", 0.01)
+    monkeypatch.setattr(metrics, "MAX_WAITING_BYTES", 7000)
+    pipe = Pipe(tmp_path / "pipe")
+    file = metrics._LogFile(tmp_path / "pipe")
+    file.start()
+    file.write(bytes(2 * pipe.size))
+    for _ in range(9):
+        file.write(bytes(1000))
+    assert file.lost == 2
+    file.close()
+    assert isinstance(file.error, TimeoutError)
+    pipe.read()  # Or its thread would wait for ever.
+
+
+def test_logs_that_hang_are_warned_about_and_rows_are_not_held_up(tmp_path, capsys):
+    pipe = Pipe(tmp_path / "out.log")
+    with metrics.setup_logging(tmp_path), metrics.RunLog(tmp_path) as run_log:
+        run_log.log({"step": 1})
+        logging.getLogger().warning("x" * 2 * pipe.size)
+        for step in (2, 3):
+            run_log.log({"step": step})
+        assert [row["step"] for row in read_rows(tmp_path / "logs.csv")] == list("123")
+        assert capsys.readouterr().err.count("Cannot write to") == 1
+        pipe.read()
+        wait_until(lambda: not run_log._out_logs[0].error or pipe.read() is None)
+        run_log.log({"step": 4})
+        assert "works again" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------- TensorBoard and W&B
 
 
@@ -376,11 +447,34 @@ def test_tensorboard_forgets_everything_when_a_run_starts_from_scratch(tmp_path)
     assert event_steps(tmp_path) == [5]
 
 
-def test_logging_a_row_starts_no_thread(tmp_path):
+def test_threads_begin_with_the_first_row_and_end_with_the_log(tmp_path):
+    """Actors are forked before the first row, and a fork copies no threads."""
     before = threading.enumerate()
-    with metrics.RunLog(tmp_path) as run_log:
-        run_log.log({"step": 1})
+    with metrics.setup_logging(tmp_path), metrics.RunLog(tmp_path) as run_log:
+        logging.getLogger().warning("said before")
         assert threading.enumerate() == before
+        run_log.log({"step": 1})
+        new = [thread.name for thread in threading.enumerate() if thread not in before]
+        assert len(new) == 3 and {"write logs.csv", "write out.log"} < set(new)
+        run_log.log({"step": 2})
+        assert len(threading.enumerate()) == len(before) + 3
+    assert threading.enumerate() == before
+
+
+def test_wandb_that_fails_is_left_alone(tmp_path, monkeypatch, caplog):
+    calls = []
+
+    def init(**options):
+        calls.append(options)
+        raise OSError("no network")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with metrics.RunLog(tmp_path, wandb=True) as run_log:
+        for step in (1, 2):
+            run_log.log({"step": step})
+    assert len(calls) == 1
+    assert caplog.text.count("Weights & Biases failed, and gets no more rows: no") == 1
+    assert [row["step"] for row in read_rows(tmp_path / "logs.csv")] == ["1", "2"]
 
 
 def test_wandb_that_is_not_installed_is_refused_with_the_remedy(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training runs as processes: bit-equal, killed, stopped, broken, resumed, tested."""
 
+import contextlib
 import csv
 import json
 import os
@@ -593,6 +594,29 @@ def test_a_full_disk_is_survived_while_training_and_fatal_at_the_end(start, tmp_
     assert program.wait() == 74, program.text()
     assert "CheckpointError: saving" in program.text()
     assert load(run_dir).path.name > old
+
+
+def test_a_log_that_hangs_stops_neither_training_nor_checkpoints(start, tmp_path):
+    run_dir = tmp_path / "runs" / "x"
+    run_dir.mkdir(parents=True)
+    os.mkfifo(run_dir / "out.log")
+    pipe = os.open(run_dir / "out.log", os.O_RDWR | os.O_NONBLOCK)
+    program = start(
+        *ASYNC,
+        *("--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x"),
+        *("--checkpoint_interval_s", 0.2),
+    )
+    program.wait_for(lambda: num_rows(run_dir))
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(1000))  # Nobody reads it.
+    rows, saved = num_rows(run_dir), load(run_dir).step if checkpoints(run_dir) else 0
+    program.wait_for(lambda: num_rows(run_dir) > rows + 3)
+    program.wait_for(lambda: checkpoints(run_dir) and load(run_dir).step > saved)
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 75, program.text()
+    assert f"The end of {run_dir}/out.log is lost: no answer for" in program.text()
+    os.close(pipe)
 
 
 @pytest.mark.parametrize("env", ["make_hanging", "make_hanging_in_c"])
