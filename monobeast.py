@@ -1305,8 +1305,9 @@ def restore_serial(
     Environments cannot be saved, so each current game is played again: same seed, same
     actions.
     """
-    trained = found.state["flags"]
-    for key in ("serial", "seed", "num_actors", "envs_per_actor"):
+    trained = {**found.state["flags"]}
+    trained["info_keys"] = tuple(trained["info_keys"])  # JSON has only lists.
+    for key in ("serial", "seed", "num_actors", "envs_per_actor", "info_keys"):
         if trained[key] != getattr(flags, key):
             raise ConfigError(
                 f"--{key} is {getattr(flags, key)} but run {flags.xpid} was trained "

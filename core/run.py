@@ -32,11 +32,13 @@ from torch import nn
 from core import checkpoint, metrics
 from core.losses import ImpalaLoss
 from core.spaces import Nest, leaves, map_nest
-from core.supervise import ConfigError, Exit
+from core.supervise import ConfigError, Exit, StallError
 
 log = logging.getLogger(__name__)
 
 MAX_BAD_UPDATES = 10  # Non-finite updates in a row that stop the run.
+TICK_LOCK_S = 1.0  # For an update to end; if it does not, the next tick tries again.
+END_LOCK_S = 10.0  # At the end, after learner threads had their time to stop.
 
 
 class Learner:
@@ -69,6 +71,23 @@ class Learner:
 
     def finished(self) -> bool:
         return self.step >= self._flags.total_steps
+
+    @contextlib.contextmanager
+    def between_updates(self, limit_s: float) -> Iterator[None]:
+        """Hold `lock`, waiting for it for up to `limit_s`.
+
+        Raises:
+          StallError: the present update does not end.
+        """
+        if not self.lock.acquire(timeout=limit_s):
+            raise StallError(
+                f"an update has not ended within {limit_s:g} s: a learner thread holds "
+                "learner.lock"
+            )
+        try:
+            yield
+        finally:
+            self.lock.release()
 
     def update(self, parts: Sequence[ImpalaLoss], batch: Nest) -> None:
         """Take one optimizer step with the present gradient. Needs the lock.
@@ -271,19 +290,25 @@ class Run:
           stats: columns of the log that only the trainer knows.
         """
         now = time.monotonic()
-        if now - self._last_log >= self.flags.log_interval_s:
-            self.log(stats)
-        if now - self._last_save >= self.flags.checkpoint_interval_s:
-            try:
-                self.save()
-            except checkpoint.CheckpointError as error:
-                # The old ones are intact, and the disk may have room again next time.
-                log.warning("%s. Training goes on.", error)
+        try:
+            if now - self._last_log >= self.flags.log_interval_s:
+                self.log(stats, TICK_LOCK_S)
+            if now - self._last_save >= self.flags.checkpoint_interval_s:
+                self.save(TICK_LOCK_S)
+        except StallError:
+            pass  # A long update. Whether it ever ends is for the watchdog to see.
+        except checkpoint.CheckpointError as error:
+            # The old ones are intact, and the disk may have room again next time.
+            log.warning("%s. Training goes on.", error)
 
-    def log(self, stats: dict[str, Any]) -> None:
-        """Write one row of logs.csv, and show the same; nothing if no step was made."""
+    def log(self, stats: dict[str, Any], lock_s: float | None = None) -> None:
+        """Write one row of logs.csv, and show the same; nothing if no step was made.
+
+        Raises:
+          StallError: an update is at work for longer than `lock_s` (END_LOCK_S).
+        """
         learner, now = self.learner, time.monotonic()
-        with learner.lock:
+        with learner.between_updates(END_LOCK_S if lock_s is None else lock_s):
             step, episodes = learner.step, learner.episodes
             steps = step - self._last_step
             row: dict[str, Any] = {
@@ -323,17 +348,18 @@ class Run:
             verdict=verdict,
         )
 
-    def save(self) -> None:
+    def save(self, lock_s: float | None = None) -> None:
         """Write a checkpoint, unless --disable_checkpoint.
 
         Raises:
           CheckpointError: it cannot be written.
+          StallError: an update is at work for longer than `lock_s` (END_LOCK_S).
         """
-        self._last_save = time.monotonic()
         if self.flags.disable_checkpoint:
             return
         learner = self.learner
-        with learner.lock:
+        with learner.between_updates(END_LOCK_S if lock_s is None else lock_s):
+            self._last_save = time.monotonic()
             optimizer, optimizer_json = checkpoint.optimizer_state(
                 learner.optimizer, learner.net
             )

@@ -56,10 +56,14 @@ def map_nest(fn: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
 
 
 def leaves(nest: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, leaf) in a fixed order; names are paths such as `observation/0`."""
+    """Yield (name, leaf) in a fixed order; names are paths such as `observation/0`.
+
+    No two leaves have the same name: in keys, `~` and `/` become `~0` and `~1`.
+    """
     items: list[tuple[str, Any]]
     if isinstance(nest, dict):
-        items = list(nest.items())
+        escaped = (key.replace("~", "~0").replace("/", "~1") for key in nest)
+        items = list(zip(escaped, nest.values()))
     elif isinstance(nest, tuple):
         items = [(str(i), value) for i, value in enumerate(nest)]
     else:

@@ -105,11 +105,13 @@ def start_thread(
 def join_threads(
     threads: Mapping[str, concurrent.futures.Future], limit_s: float
 ) -> None:
-    """Wait for threads that were told to stop; log the names of those that do not."""
-    concurrent.futures.wait(threads.values(), limit_s)
+    """Wait for threads that were told to stop; name and show those that do not."""
+    _, running = concurrent.futures.wait(threads.values(), limit_s)
     for name, thread in threads.items():
-        if not thread.done():
-            log.error("%s did not stop within %g s", name, limit_s)
+        if thread in running:
+            log.error("%s did not stop within %g s; all stacks follow", name, limit_s)
+    if running:
+        dump_stacks()
 
 
 class RestartBudget:

@@ -127,6 +127,17 @@ def test_any_number_of_arrays_costs_two_file_descriptors(memory):
     assert num_files() - before == 2 * len(kept)
 
 
+def test_keys_with_slashes_have_memory_of_their_own():
+    byte = ArraySpec((), np.dtype(np.uint8))
+    spec = {"a/b": byte, "a": {"b": byte}, "a~1b": byte, "": {"": byte}, "/": byte}
+    sizes = {"num_buffers": 1, "unroll_length": 1, "envs_per_actor": 1}
+    rows = rollouts.RolloutBuffers(spec, [], **sizes).rows
+    arrays = [rows["a/b"], rows["a"]["b"], rows["a~1b"], rows[""][""], rows["/"]]
+    for i, array in enumerate(arrays):
+        array[...] = i
+    assert [int(array[0, 0, 0]) for array in arrays] == [0, 1, 2, 3, 4]
+
+
 def test_dropping_the_arrays_gives_back_memory_and_files(memory):
     before = num_files()
     shared = SharedArrays(SPECS)

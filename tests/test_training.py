@@ -22,7 +22,8 @@ import psutil
 import pytest
 import torch
 
-from core import checkpoint, environment, supervise
+import monobeast
+from core import checkpoint, environment, run, supervise
 from tests.conftest import DEADLINE_S, Program, wait_until
 
 REPOSITORY = Path(__file__).parents[1]
@@ -539,6 +540,7 @@ def test_nothing_is_trained_or_overwritten_when_every_checkpoint_is_spoiled(
         (("--env", "Catch", "--seed", 4), "3", "4"),
         (("--env", "Catch", "--num_actors", 2), "3", "2"),
         (("--env", "Catch", "--envs_per_actor", 4), "2", "4"),
+        (("--env", "Catch", "--info_keys", "half"), "()", "('half',)"),
     ],
 )
 def test_a_run_does_not_go_on_as_another(start, trained, flags, old, new):
@@ -617,6 +619,38 @@ def test_a_log_that_hangs_stops_neither_training_nor_checkpoints(start, tmp_path
     assert program.wait() == 75, program.text()
     assert f"The end of {run_dir}/out.log is lost: no answer for" in program.text()
     os.close(pipe)
+
+
+def stuck_learner_env():
+    """Catch in a process whose learner thread hangs in its second update."""
+    monobeast.LEARNER_JOIN_S = run.TICK_LOCK_S = run.END_LOCK_S = 0.1
+    learn = monobeast.learn
+
+    def hang_with_the_lock(flags, learner, *args):
+        if learner.updates == 1:
+            with learner.lock:
+                os.write(2, b"about to hang\n")
+                time.sleep(1e6)
+        learn(flags, learner, *args)
+
+    monobeast.learn = hang_with_the_lock
+    return environment.toys.Catch()
+
+
+def test_a_learner_that_hangs_with_the_lock_does_not_hold_up_the_end(start, tmp_path):
+    env = "tests.test_training:stuck_learner_env"
+    flags = ["--env", env, "--xpid", "x", "--num_learner_threads", 1]
+    program = start(*ASYNC, *flags, "--checkpoint_interval_s", 0.1)
+    program.wait_for_text("about to hang")
+    program.wait_for(lambda: checkpoints(tmp_path / "runs" / "x"))
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    assert "learner-0 did not stop within" in text
+    assert "in hang_with_the_lock" in text  # Its stack.
+    assert "No checkpoint of the end: an update has not ended within" in text
+    assert text.splitlines()[-1].startswith("core.supervise.StallError: an update has")
+    assert load(tmp_path / "runs" / "x").step <= BATCH  # The last one before that.
 
 
 @pytest.mark.parametrize("env", ["make_hanging", "make_hanging_in_c"])
