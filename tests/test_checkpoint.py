@@ -22,6 +22,7 @@ import torch
 
 from core import checkpoint
 from core.checkpoint import CheckpointError, CheckpointMismatch, load, save
+from tools.nemesis.checkpoints import mutate
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60
@@ -618,33 +619,6 @@ def test_kills_at_random_moments_lose_nothing(tmp_path, nursery):
 
 
 # ------------------------------------------------------------------- damage and attacks
-
-
-def mutate(rng, directory, newest, other):
-    """Damage the newest checkpoint, or it and the next; return (what, how many)."""
-    path = rng.choice(sorted((directory / newest).iterdir()))
-    data = bytearray(path.read_bytes())
-    at = rng.randrange(len(data))
-    kind = rng.choice(["flip", "truncate", "insert", "delete", "swap", "copy", "add"])
-    if kind == "flip":
-        data[at] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
-    elif kind == "truncate":
-        path.write_bytes(data[:at])
-    elif kind == "insert":
-        data[at:at] = rng.randbytes(rng.choice([1, 2, 3, 100]))
-        path.write_bytes(data)
-    elif kind == "delete":
-        path.unlink()
-    elif kind == "swap":
-        theirs = directory / other / path.name
-        path.write_bytes(theirs.read_bytes())
-        theirs.write_bytes(data)
-    elif kind == "copy":
-        path.write_bytes((directory / other / path.name).read_bytes())
-    elif kind == "add":
-        path.with_name(f"{rng.choice('abc')}.safetensors").write_bytes(data)
-    return f"{kind} {path.name} at {at}", 2 if kind == "swap" else 1
 
 
 def test_each_mutation_is_found_and_the_previous_good_one_used(tmp_path):

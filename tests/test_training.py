@@ -25,6 +25,7 @@ import torch
 import monobeast
 from core import checkpoint, environment, run, supervise
 from tests.conftest import DEADLINE_S, Program, wait_until
+from tools.nemesis import programs
 
 REPOSITORY = Path(__file__).parents[1]
 ENDLESS = 10**9
@@ -120,18 +121,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def differences(run_dir: Path, other: Path) -> list[str]:
     """Name what is not bit for bit equal in the newest checkpoints of two runs."""
-    a, b = load(run_dir), load(other)
-    assert a.tensors.keys() == b.tensors.keys() and a.state.keys() == b.state.keys()
-    different = []
-    for group, tensors in a.tensors.items():
-        assert tensors.keys() == b.tensors[group].keys()
-        for name, tensor in tensors.items():
-            if tensor.numpy().tobytes() != b.tensors[group][name].numpy().tobytes():
-                different.append(f"{group}/{name}")
-    for key in a.state.keys() - {"time_s", "flags"}:
-        if a.state[key] != b.state[key]:
-            different.append(key)
-    return different
+    return programs.differences(run_dir / "checkpoints", other / "checkpoints")
 
 
 def ended(processes: Iterable[psutil.Process]) -> bool:

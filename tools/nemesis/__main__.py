@@ -10,7 +10,14 @@ from pathlib import Path
 from tools.nemesis import result
 
 # Each is a module of this package. The flags make the short form, for CI.
-FIGURES: dict[str, list[str]] = {}
+FIGURES: dict[str, list[str]] = {
+    "checkpoints": ["--kills", "20", "--mutations", "50", "--disks", "2"],
+    "resume": ["--kills", "2"],
+    "signals": ["--count", "4"],
+    "actors": ["--kills", "10"],
+    "learning": ["--tasks", "Catch", "--seeds", "1"],
+    "leftovers": ["--count", "4"],
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

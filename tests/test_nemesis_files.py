@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nemesis is not blind: what it looks for, it finds where it has been put."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import safetensors.torch
+
+from core import checkpoint
+from core.spaces import map_nest
+from tests.fault_env import FaultEnv
+from tests.test_monobeast import Pool, make_flags
+from tools.nemesis import actors, checkpoints, faulty, learning, signals
+
+
+@pytest.fixture
+def rng():
+    return random.Random(1)
+
+
+# ------------------------------------------------------------------------- checkpoints
+
+
+def save_over_the_old_one(directory, **contents):
+    """Save as to a file of one name: from the first byte on the old one is gone."""
+    for path in directory.glob("step-*"):
+        shutil.rmtree(path)
+    checkpoint.save(directory, **contents)
+
+
+def test_kills_find_a_save_that_is_not_atomic(tmp_path, rng):
+    seen = checkpoints.kill_in_saves(tmp_path, 5, rng, save_over_the_old_one)
+    assert seen["in_a_save"] == 5
+    assert seen["unreadable"] > 0
+
+
+def test_kills_find_nothing_wrong_with_ours(tmp_path, rng):
+    seen = checkpoints.kill_in_saves(tmp_path, 3, rng)
+    assert seen["in_a_save"] == 3
+    assert seen["unreadable"] == 0
+
+
+def read_unverified(path, step, manifest):
+    """Read a checkpoint as if every byte of it were right."""
+    tensors = {
+        file.stem: safetensors.torch.load_file(file)
+        for file in path.glob("*.safetensors")
+    }
+    return checkpoint.Checkpoint(path, step, tensors, {"number": 2 * step})
+
+
+def test_mutations_find_a_checkpoint_that_is_not_verified(tmp_path, rng, monkeypatch):
+    assert checkpoints.mutate_many(tmp_path / "ours", 30, rng) == {
+        "injected": 30,
+        "detected": 30,
+        "fell_back": 30,
+    }
+    monkeypatch.setattr(checkpoint, "_read_verified", read_unverified)
+    seen = checkpoints.mutate_many(tmp_path / "theirs", 30, rng)
+    assert seen["detected"] < seen["injected"] == 30
+    assert seen["fell_back"] < 30
+
+
+# ----------------------------------------------------------------------------- signals
+
+SAID = "Run x in /tmp\nStopped by SIGTERM at step 60. The same command goes on"
+
+
+@pytest.mark.parametrize(
+    "text, status, before, step, wrong",
+    [
+        (SAID, 75, 40, 60, None),
+        ("", 75, 40, 40, None),  # PolyBeast before it knows its environment.
+        ("", -signal.SIGTERM, 40, 40, None),  # While Python imports torch.
+        (SAID, 75, 40, 40, "stopped at step 60, the checkpoint is of step 40"),
+        (SAID, 0, 40, 60, "exit status 0"),
+        ("Run x in /tmp", -signal.SIGTERM, 40, 40, "no handler"),
+        ("Run x in /tmp", 75, 40, 40, "did not say"),
+        ("", 75, 40, -1, "there was one of step 40"),
+        ("", 70, 40, 40, "exit status 70"),
+    ],
+)
+def test_an_end_by_signal_is_judged(text, status, before, step, wrong):
+    program = SimpleNamespace(text=lambda: text)
+    said = signals.judge(program, status, before, step)
+    assert said == wrong if wrong is None else wrong in said
+
+
+# ------------------------------------------------------------------------------ actors
+
+
+def test_the_examiner_finds_torn_and_repeated_rollouts():
+    with Pool(make_flags("tests.counting_env:make_truncating")) as pool:
+        first, second = pool.next_rollout(), pool.next_rollout()
+    torn = map_nest(np.copy, second)
+    map_nest(lambda x, other: np.copyto(x[3:], other[3:]), torn, first)
+    examiner = actors.Examiner()
+    examiner.examine(first)
+    assert examiner.wrong == []
+    examiner.examine(first)
+    assert "learned twice" in examiner.wrong.pop()
+    examiner.wrong.clear()
+    examiner.examine(torn)
+    assert "row 3" in examiner.wrong[0]
+
+
+# ---------------------------------------------------------------------------- learning
+
+
+class Crash(Exception):
+    pass
+
+
+class Stall(Exception):
+    pass
+
+
+def test_faulty_environments_fail_as_often_as_they_say(tmp_path, monkeypatch):
+    def crash(status):
+        raise Crash
+
+    def stall(seconds):
+        raise Stall
+
+    monkeypatch.setenv("FAULTS", str(tmp_path))
+    monkeypatch.setattr(os, "_exit", crash)
+    monkeypatch.setattr(time, "sleep", stall)
+    env = faulty.Faulty(FaultEnv(print, at_step=0))  # Which never comes.
+    env.reset(seed=1)
+    steps, crashes, stalls = 200_000, 0, 0
+    for _ in range(steps):
+        try:
+            env.step(1)
+        except Crash:
+            crashes += 1
+        except Stall:
+            stalls += 1
+    # Six standard deviations.
+    assert abs(crashes - 200) < 85 and abs(stalls - 40) < 38
+    assert (tmp_path / "crashes").stat().st_size == crashes
+    assert (tmp_path / "stalls").stat().st_size == stalls
+
+
+def test_the_first_step_at_the_threshold_is_found(tmp_path):
+    task = learning.TASKS["Catch"]
+    assert learning.threshold_step(tmp_path, task) is None
+    log = tmp_path / "logs.csv"
+    log.write_text("step,best_mean_return\n100,\n200,0.5\n")
+    assert learning.threshold_step(tmp_path, task) is None
+    log.write_text("step,best_mean_return\n100,\n200,0.5\n300,0.9\n400,0.95\n")
+    assert learning.threshold_step(tmp_path, task) == 300

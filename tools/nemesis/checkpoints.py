@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints under SIGKILL in the middle of a save, damage, and full disks.
+
+Kills: a process saves without end, each step twice, so that half of the saves replace a
+good checkpoint; it is killed after a random part of a save. Then there must be a good
+one, not older than the last that was completed, with every number as it was saved, and
+none that looks damaged; the next start must be able to remove the rest.
+
+Mutations: of any file of the newest checkpoint. Each must be noticed, and the newest of
+the good ones used.
+
+Full disks: files of a training run may suddenly be no larger than some random size. It
+must go on, keep its checkpoints, and save again once there is room.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import random
+import resource
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core import checkpoint
+from core.supervise import exit_with_parent
+from tools.nemesis.programs import FLAGS, SIZES, Program, workplace
+from tools.nemesis.result import Result
+
+SIZE = 500_000  # Numbers in each of two groups: 2 MB.
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--mutations", type=int, default=1000)
+    parser.add_argument("--disks", type=int, default=20, help="how often one is full")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def measure(flags: argparse.Namespace) -> Result:
+    rng = random.Random(flags.seed)
+    with workplace() as folder:
+        kills = kill_in_saves(folder, flags.kills, rng)
+    with workplace() as folder:
+        mutations = mutate_many(folder, flags.mutations, rng)
+    with workplace() as folder:
+        disks = fill_disks(folder, flags.disks, rng)
+    result = Result(
+        injected={
+            "kills_in_a_save": kills["in_a_save"],
+            "mutations": mutations["injected"],
+            "full_disks": disks["full"],
+        },
+        asked={
+            "kills_in_a_save": flags.kills,
+            "mutations": flags.mutations,
+            "full_disks": flags.disks,
+        },
+        figures={
+            "unreadable": kills["unreadable"],
+            "half_saves_removed_later": kills["half_saves"],
+            "detected": mutations["detected"],
+            "fell_back": mutations["fell_back"],
+            "lost_on_full_disks": disks["lost"],
+            "saved_again": disks["saved_again"],
+        },
+    )
+    result.require(kills["unreadable"] == 0, f"{kills['unreadable']} unreadable")
+    result.require(kills["swept"] == kills["half_saves"], "a half save has stayed")
+    for key in ("detected", "fell_back"):
+        result.require(
+            mutations[key] == mutations["injected"],
+            f"{key}: {mutations[key]} of {mutations['injected']} mutations",
+        )
+    result.require(disks["lost"] == 0, f"{disks['lost']} lost on full disks")
+    result.require(
+        disks["saved_again"] == disks["full"],
+        f"saved again after {disks['saved_again']} of {disks['full']} full disks",
+    )
+    return result
+
+
+def contents(number: int, size: int = SIZE) -> dict[str, Any]:
+    """Return the arguments of save `number`; files of different ones all differ."""
+    return {
+        "step": number // 2,
+        "tensors": {
+            group: {"weight": torch.full((size,), float(number))}
+            for group in ("model", "optimizer")
+        },
+        "state": {"number": number},
+    }
+
+
+def is_whole(found: checkpoint.Checkpoint) -> bool:
+    """Say whether all of it is of one save."""
+    tensors = [t for group in found.tensors.values() for t in group.values()]
+    return len(tensors) == 2 and all(
+        bool((tensor == found.state["number"]).all()) for tensor in tensors
+    )
+
+
+# ------------------------------------------------------------------------------- kills
+
+
+def save_forever(
+    save: Callable[..., Any], directory: Path, first: int, pipe: connection.Connection
+) -> None:
+    exit_with_parent()
+    for number in itertools.count(first):
+        pipe.send_bytes(b"begin")
+        save(directory, **contents(number))
+        pipe.send_bytes(b"end")
+
+
+def kill_in_saves(
+    directory: Path,
+    count: int,
+    rng: random.Random,
+    save: Callable[..., Any] = checkpoint.save,
+) -> Counter[str]:
+    """Kill a saving process until `count` kills have met it in the middle."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.nemesis.checkpoints"])
+    began = time.monotonic()
+    save(directory, **contents(1))
+    save_s = time.monotonic() - began
+    number = 1  # Of the last save that is known to be complete.
+    seen: Counter[str] = Counter()
+    while seen["in_a_save"] < count and seen["kills"] < 3 * count:
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(
+            target=save_forever, args=(save, directory, number + 1, writer)
+        )
+        process.start()
+        writer.close()
+        events = [reader.recv_bytes() for _ in range(1 + 2 * rng.randrange(3))]
+        time.sleep(rng.uniform(0, save_s))
+        process.kill()
+        process.join()
+        while reader.poll():  # At the end, too.
+            try:
+                events.append(reader.recv_bytes())
+            except EOFError:
+                break
+        reader.close()
+        seen["kills"] += 1
+        seen["in_a_save"] += events[-1] == b"begin"
+        number += events.count(b"end")
+        # What was begun may be complete, though nobody was told.
+        complete = (number, number + 1)
+        try:
+            found = checkpoint.load(directory)
+        except checkpoint.CheckpointError:
+            found = None
+        if (
+            found is None
+            or found.rejected
+            or found.state["number"] not in complete
+            or not is_whole(found)
+        ):
+            seen["unreadable"] += 1
+        else:
+            number = found.state["number"]
+        if any(directory.glob(".tmp-*")):
+            seen["half_saves"] += 1
+            checkpoint.sweep(directory)
+            seen["swept"] += not any(directory.glob(".tmp-*"))
+    return seen
+
+
+# --------------------------------------------------------------------------- mutations
+
+
+def mutate(
+    rng: random.Random, directory: Path, newest: str, other: str
+) -> tuple[str, int]:
+    """Damage the newest checkpoint, or it and the next; return (what, how many)."""
+    path = rng.choice(sorted((directory / newest).iterdir()))
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data))
+    kind = rng.choice(["flip", "truncate", "insert", "delete", "swap", "copy", "add"])
+    if kind == "flip":
+        data[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+    elif kind == "truncate":
+        path.write_bytes(data[:at])
+    elif kind == "insert":
+        data[at:at] = rng.randbytes(rng.choice([1, 2, 3, 100]))
+        path.write_bytes(data)
+    elif kind == "delete":
+        path.unlink()
+    elif kind == "swap":
+        theirs = directory / other / path.name
+        path.write_bytes(theirs.read_bytes())
+        theirs.write_bytes(data)
+    elif kind == "copy":
+        path.write_bytes((directory / other / path.name).read_bytes())
+    elif kind == "add":
+        path.with_name(f"{rng.choice('abc')}.safetensors").write_bytes(data)
+    return f"{kind} {path.name} at {at}", 2 if kind == "swap" else 1
+
+
+def mutate_many(folder: Path, count: int, rng: random.Random) -> Counter[str]:
+    """Mutate the newest of three checkpoints `count` times, each time afresh."""
+    originals, directory = folder / "originals", folder / "checkpoints"
+    for number in (2, 4, 6):  # Steps 1, 2 and 3.
+        checkpoint.save(originals, **contents(number, size=1000))
+    names = sorted(path.name for path in originals.iterdir())
+    seen: Counter[str] = Counter()
+    for _ in range(count):
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(originals, directory)
+        _, damaged = mutate(rng, directory, names[2], names[1])
+        seen["injected"] += 1
+        found = checkpoint.load(directory)
+        assert found is not None
+        seen["detected"] += len(found.rejected) == damaged
+        seen["fell_back"] += found.step == 3 - damaged and is_whole(found)
+    return seen
+
+
+# -------------------------------------------------------------------------- full disks
+
+
+def fill_disks(folder: Path, count: int, rng: random.Random) -> Counter[str]:
+    """Let MonoBeast's disk be full `count` times; its files then hold so much only."""
+    seen: Counter[str] = Counter()
+    flags = [*FLAGS, *SIZES["monobeast"], "--log_interval_s", "5"]
+    with Program("monobeast", folder, *flags) as program:
+
+        def warnings() -> int:
+            return program.text().count("Training goes on.")
+
+        program.wait_for(program.newest)
+        for _ in range(count):
+            before = warnings()
+            set_file_size(program.pid, rng.randrange(100_000, 300_000))
+            program.wait_for(lambda: warnings() > before)  # noqa: B023
+            seen["full"] += 1
+            found = checkpoint.load(program.checkpoints)
+            assert found is not None
+            seen["lost"] += bool(found.rejected)
+            set_file_size(program.pid, resource.RLIM_INFINITY)
+            program.wait_for(lambda: program.newest() > found.path.name)  # noqa: B023
+            seen["saved_again"] += 1
+        program.process.terminate()
+        assert program.wait() == 75, program.text()
+    return seen
+
+
+def set_file_size(pid: int, limit: int) -> None:
+    """Let files of a process grow to `limit` bytes; then writing fails (EFBIG)."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learn under fire: PolyBeast on Catch and MinAtar Breakout, with and without faults.
+
+Each step of each environment ends the server's process with probability P_CRASH, or
+stalls it with P_STALL for longer than --env_step_timeout_s, so that it is killed
+(tools/nemesis/faulty.py); and every KILL_EVERY_S a server is killed from outside. Goal:
+the median number of steps until the mean return of the last 100 games has come to the
+threshold is at most GOAL times that of the same seeds without faults.
+"""
+
+import argparse
+import contextlib
+import csv
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from core.supervise import Exit
+from tools.nemesis.faulty import P_CRASH, P_STALL
+from tools.nemesis.programs import Program, wait_for, workplace
+from tools.nemesis.result import Result
+
+GOAL = 1.3
+KILL_EVERY_S = 10.0
+LIMIT_S = 1800.0  # For one run.
+# A fault costs what its process has: many servers of few environments.
+FLAGS = ["--num_servers", "8", "--streams_per_server", "1", "--envs_per_stream", "2"]
+FLAGS += ["--learning_rate", "0.001", "--log_interval_s", "0.2", "--disable_checkpoint"]
+FLAGS += ["--env_step_timeout_s", "1"]
+
+
+class Task(NamedTuple):
+    environment: str
+    faulty: str
+    threshold: float  # Mean return of 100 games.
+    flags: list[str]
+
+
+TASKS = {
+    "Catch": Task(
+        "Catch",
+        "tools.nemesis.faulty:make_catch",
+        0.9,
+        ["--total_steps", "150000", "--batch_size", "8", "--epsilon", "0.001"],
+    ),
+    "Breakout": Task(
+        "MinAtar/Breakout-v1",
+        "tools.nemesis.faulty:make_breakout",
+        4.0,
+        ["--total_steps", "1500000", "--batch_size", "16"],
+    ),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK"
+    )
+
+
+def measure(flags: argparse.Namespace) -> Result:
+    faults: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
+    steps: dict[str, dict[str, list[int | None]]] = {}
+    ratios: dict[str, float] = {}
+    for name in flags.tasks:
+        plain, faulty = [], []
+        for seed in range(flags.seeds):
+            plain.append(learn(TASKS[name], seed, None, Counter()))
+            with workplace() as folder:
+                began = time.monotonic()
+                faulty.append(learn(TASKS[name], seed, folder, faults))
+                seconds = time.monotonic() - began
+                for kind, p in (("crashes", P_CRASH), ("stalls", P_STALL)):
+                    happened = [path.stat().st_size for path in folder.glob(kind)]
+                    faults[kind] += sum(happened)
+                    # The lots are drawn at random; half as many would be suspicious.
+                    asked[kind] += int(p * (faulty[-1] or 0) / 2)
+                asked["kills"] += int(seconds // KILL_EVERY_S) - 1  # While it starts.
+        steps[name] = {"plain": plain, "faulty": faulty}
+        if None not in plain + faulty:
+            ratios[name] = round(
+                statistics.median(faulty) / statistics.median(plain), 3
+            )
+    result = Result(
+        injected=dict(faults),
+        asked=dict(asked),
+        figures={"steps_to_threshold": steps, "ratio_of_medians": ratios},
+    )
+    for name in flags.tasks:
+        result.require(name in ratios, f"{name}: not learned: {steps[name]}")
+        result.require(
+            ratios.get(name, 0) <= GOAL, f"{name}: {ratios.get(name)} times the steps"
+        )
+    return result
+
+
+def learn(
+    task: Task, seed: int, faults: Path | None, happened: Counter[str]
+) -> int | None:
+    """Train until the threshold; return how many steps that took, None if it failed.
+
+    Args:
+      faults: without faults None; else the folder where environments count them.
+      happened: gets the kills.
+    """
+    env = task.environment if faults is None else task.faulty
+    if faults is not None:
+        os.environ["FAULTS"] = str(faults)  # Inherited by the servers.
+    command = [*FLAGS, *task.flags, "--env", env, "--seed", str(seed)]
+    with workplace() as folder, Program("polybeast", folder, *command) as program:
+        next_kill = time.monotonic() + KILL_EVERY_S
+
+        def has_come_to_it() -> bool:
+            nonlocal next_kill
+            if faults is not None and time.monotonic() > next_kill:
+                next_kill += KILL_EVERY_S
+                happened["kills"] += kill_a_server(program)
+            time.sleep(0.05)
+            return threshold_step(program.run_dir, task) is not None
+
+        wait_for(lambda: has_come_to_it() or not program.is_running(), LIMIT_S)
+        step = threshold_step(program.run_dir, task)
+        if program.is_running():
+            program.process.terminate()
+        status = program.wait()
+        if step is None or status not in (Exit.STOPPED, Exit.DONE):
+            print(program.text(), file=sys.stderr)
+            return None
+        return step
+
+
+def threshold_step(run_dir: Path, task: Task) -> int | None:
+    """Return the first step in the log with the threshold reached, if there is one."""
+    with contextlib.suppress(FileNotFoundError):
+        with open(run_dir / "logs.csv", newline="") as file:
+            for row in csv.DictReader(file):
+                # Blank before 100 games.
+                if row["best_mean_return"] and (
+                    float(row["best_mean_return"]) >= task.threshold
+                ):
+                    return int(row["step"])
+    return None
+
+
+def kill_a_server(program: Program) -> bool:
+    """Kill a process that steps environments; return whether there was one."""
+    servers: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for supervisor in psutil.Process(program.pid).children():
+            servers += supervisor.children()
+        if servers:
+            random.choice(servers).kill()
+    return bool(servers)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""End both trainers in every way, at random moments, and look for what is left.
+
+The ways: SIGINT, SIGTERM, SIGKILL, an environment that raises, a learner that raises,
+and SIGKILL while an environment hangs in C code with the GIL held. LIMIT_S after the
+end there may be no process, wherever it hangs in the tree; nothing in the temporary
+folder or in /dev/shm; no temporary file in the run's folder.
+
+One thing is allowed, and counted: SIGKILL in the middle of a save leaves what is half
+written, for nobody is there to remove it. The next start does, which is checked.
+"""
+
+import argparse
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+from core.supervise import Exit
+from tools.nemesis.programs import (
+    FLAGS,
+    MODULES,
+    MOMENTS,
+    SIZES,
+    Program,
+    await_moment,
+    measure_start,
+    wait_for,
+    workplace,
+)
+from tools.nemesis.result import Result, spread
+
+LIMIT_S = 5.0
+SHM = Path("/dev/shm")
+SIGNALS = {
+    "INT": signal.SIGINT,
+    "TERM": signal.SIGTERM,
+    "KILL": signal.SIGKILL,
+    "KILL while hung": signal.SIGKILL,
+}
+BREAKS = {
+    "KILL while hung": ["--env", "tools.nemesis.faulty:make_hanging"],
+    "environment raises": ["--env", "tests.wrong_env:make_raising"],
+    "learner raises": ["--env", "tests.wrong_env:make_boundless"]
+    + ["--reward_clipping", "none"],
+}
+WAYS = list(dict.fromkeys([*SIGNALS, *BREAKS]))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--count", type=int, default=50, help="ends of each program")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def measure(flags: argparse.Namespace) -> Result:
+    rng = random.Random(flags.seed)
+    ends: Counter[str] = Counter()
+    left: list[str] = []
+    clean_s: list[float] = []
+    half_saves = 0
+    for module in MODULES:
+        start_s = measure_start(module)
+        for i in range(flags.count):
+            way, kind = WAYS[i % len(WAYS)], MOMENTS[i // len(WAYS) % len(MOMENTS)]
+            with workplace() as folder, start(module, folder, way) as program:
+                shm = set(os.listdir(SHM))
+                end(program, way, kind, rng, start_s)
+                ends[f"{module}: {way}, status {program.process.returncode}"] += 1
+
+                def remains(program=program, shm=shm) -> list[str]:
+                    return program.leftovers() + sorted(set(os.listdir(SHM)) - shm)
+
+                try:
+                    clean_s.append(wait_for(lambda: not remains(), LIMIT_S))  # noqa: B023
+                except TimeoutError:
+                    found = remains()
+                    half = [x for x in found if "/checkpoints/.tmp-" in x]
+                    if half == found and way.startswith("KILL"):
+                        half_saves += 1
+                        found = start_again(module, folder)
+                    left += [f"{module} after {way} at {kind}: {x}" for x in found]
+    result = Result(
+        injected={"ends": ends.total()},
+        asked={"ends": len(MODULES) * flags.count},
+        figures={
+            "left": left,
+            "clean_s": spread(clean_s),
+            "half_saves_removed_at_the_next_start": half_saves,
+            "ends": dict(sorted(ends.items())),
+        },
+    )
+    result.require(not left, f"left behind: {left}")
+    return result
+
+
+def start(module: str, folder: Path, way: str) -> Program:
+    return Program(module, folder, *SIZES[module], *FLAGS, *BREAKS.get(way, []))
+
+
+def end(
+    program: Program, way: str, kind: str, rng: random.Random, start_s: float
+) -> None:
+    """End a program in some way and wait for that."""
+    if way == "KILL while hung":
+        program.wait_for(lambda: "about to hang" in program.text())
+    elif way in SIGNALS:
+        await_moment(program, kind, rng, start_s=start_s)
+    if way in SIGNALS:
+        program.process.send_signal(SIGNALS[way])
+    status = program.wait()
+    expected = {
+        # A signal finds no handler while Python imports torch.
+        "INT": (Exit.STOPPED, -signal.SIGINT),
+        "TERM": (Exit.STOPPED, -signal.SIGTERM),
+        "KILL": (-signal.SIGKILL,),
+        "KILL while hung": (-signal.SIGKILL,),
+    }.get(way, (Exit.INTERNAL,))
+    if status not in expected:
+        raise RuntimeError(f"status {status} after {way}:\n{program.text()}")
+
+
+def start_again(module: str, folder: Path) -> list[str]:
+    """Let the same run find that it has nothing to do; return what is left then."""
+    with Program(
+        module, folder, *SIZES[module], *FLAGS, "--total_steps", "20"
+    ) as again:
+        assert again.wait() == Exit.DONE, again.text()
+        wait_for(lambda: not again.family(), LIMIT_S)
+        return again.leftovers()

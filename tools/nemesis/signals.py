@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM at random moments of both trainers: how soon there is a checkpoint and peace.
+
+Each program trains one run, again and again, and is stopped while it starts, connects,
+saves or trains. It must end with status 75 within LIMIT_S (99 of 100), and its last
+checkpoint must be of the step that it reports, never of an earlier one than before.
+
+There are some seconds, while Python imports torch, in which a program has no handler
+yet. SIGTERM then ends it as it ends any program. Nothing has been learned and nothing
+is left; these ends are counted, but not among those asked for. So are, but these count,
+those before PolyBeast knows its environment: they need no checkpoint.
+"""
+
+import argparse
+import itertools
+import random
+import re
+import signal
+import time
+from collections import Counter
+
+from core import checkpoint
+from core.supervise import Exit
+from tools.nemesis.programs import (
+    FLAGS,
+    MODULES,
+    MOMENTS,
+    SIZES,
+    Program,
+    await_moment,
+    measure_start,
+    workplace,
+)
+from tools.nemesis.result import Result, quantile, spread
+
+LIMIT_S = 3.0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--count", type=int, default=50, help="signals to each program")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def measure(flags: argparse.Namespace) -> Result:
+    rng = random.Random(flags.seed)
+    exit_s: dict[str, list[float]] = {module: [] for module in MODULES}
+    early_s: list[float] = []  # Of those without a handler.
+    moments: Counter[str] = Counter()
+    wrong: list[str] = []
+    for module in MODULES:
+        start_s = measure_start(module)
+        with workplace() as folder:
+            step = -1  # Of the last checkpoint; -1 if there is none.
+            for kind in itertools.cycle(MOMENTS):
+                if len(exit_s[module]) == flags.count:
+                    break
+                with Program(module, folder, *SIZES[module], *FLAGS) as program:
+                    await_moment(program, kind, rng, start_s=start_s)
+                    began = time.monotonic()
+                    program.process.send_signal(signal.SIGTERM)
+                    status = program.wait()
+                    took_s = time.monotonic() - began
+                    before, step = step, newest_step(program)
+                    reason = judge(program, status, before, step)
+                if status == -signal.SIGTERM and reason is None:
+                    early_s.append(took_s)
+                else:
+                    exit_s[module].append(took_s)
+                    moments[f"{module}: {kind}"] += 1
+                if reason is not None:
+                    wrong.append(f"{module} at {kind}: {reason}")
+    result = Result(
+        injected={f"signals_{module}": len(exit_s[module]) for module in MODULES},
+        asked={f"signals_{module}": flags.count for module in MODULES},
+        figures={
+            "exit_s": {module: spread(exit_s[module]) for module in MODULES},
+            "moments": dict(moments),
+            "before_handlers": {"count": len(early_s), **spread(early_s)},
+            "wrong": wrong,
+        },
+    )
+    result.require(not wrong, f"wrong ends: {wrong}")
+    for name, times in [*exit_s.items(), ("before handlers", early_s)]:
+        slow = quantile(times, 0.99) if times else 0.0
+        result.require(slow <= LIMIT_S, f"{name}: 99 of 100 end in {slow:.2f} s")
+    return result
+
+
+def newest_step(program: Program) -> int:
+    found = checkpoint.load(program.checkpoints)
+    return -1 if found is None else found.step
+
+
+def judge(program: Program, status: int, before: int, step: int) -> str | None:
+    """Say what is wrong with an end, if anything is.
+
+    Args:
+      before: the step of the newest checkpoint when the program started.
+      step: of the newest one now.
+    """
+    said = re.search(r"Stopped by SIGTERM at step (\d+)", program.text())
+    if status == -signal.SIGTERM and "Run x in" in program.text():
+        return "no handler in a run"
+    if status not in (Exit.STOPPED, -signal.SIGTERM):
+        return f"exit status {status}: {program.text()}"
+    if said is not None and int(said[1]) != step:
+        return f"stopped at step {said[1]}, the checkpoint is of step {step}"
+    if said is None and "Run x in" in program.text():
+        return f"did not say its step: {program.text()}"
+    if step < before:
+        return f"the checkpoint is of step {step}, there was one of step {before}"
+    return None
