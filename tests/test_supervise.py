@@ -195,11 +195,12 @@ def test_a_worker_that_had_delivered_restarts_at_once():
     assert budget.died() == 0.0
 
 
-def test_a_delivery_makes_the_budget_whole():
-    budget = RestartBudget(max_quick_deaths=3, first_wait_s=0.5)
+def test_a_delivery_makes_the_budget_whole_and_four_times_as_large():
+    budget = RestartBudget(max_quick_deaths=3, first_wait_s=0.5, max_wait_s=2.0)
     assert [budget.died(), budget.died()] == [0.5, 1.0]
     budget.delivered()
-    assert [budget.died() for _ in range(4)] == [0.0, 0.5, 1.0, None]
+    waits = [budget.died() for _ in range(13)]
+    assert waits == [0.0, 0.5, 1.0, *[2.0] * 9, None]
 
 
 def test_deaths_after_deliveries_never_spend_the_budget():
