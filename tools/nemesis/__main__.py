@@ -17,6 +17,9 @@ FIGURES: dict[str, list[str]] = {
     "actors": ["--kills", "10"],
     "learning": ["--tasks", "Catch", "--seeds", "1"],
     "leftovers": ["--count", "4"],
+    "kills": ["--count", "100"],
+    "hangs": ["--count", "6"],
+    "network": ["--blackholes", "4", "--freezes", "10", "--resets", "4"],
 }
 
 

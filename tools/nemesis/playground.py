@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the figures break: real environment servers, and a learner that checks.
+
+The servers are the program `python -m polybeast_env`, the actor pool, queue and batcher
+are PolyBeast's. In the place of PolyBeast's learner stands one that learns nothing and
+checks all it gets: the environment counts (tests/counting_env.py), so every row says
+which life of which stream it belongs to, and which row of that life it is.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import core.flags
+import libtorchbeast
+from core.spaces import Nest, leaves, map_nest
+from core.supervise import start_thread
+from polybeast_env import DELIVERED_STEPS
+from tests import counting_env
+from tools.nemesis.environments import FOLDER
+from tools.nemesis.result import REPOSITORY, Result
+
+T, K = 20, 2  # Steps of a rollout, environments of a stream.
+LANES = 4  # Rollouts of a learner batch.
+POLL_S = 0.005
+START_S = 60.0  # For servers and streams to come up on a busy machine.
+PAUSE_S = 2.0  # At most, until a server that is back is broken again.
+SERVING = r"Serving \S+ at (\S+): "
+GIVE_UP_S = 60.0  # For a fault to be noticed, or a server to be back: it never will.
+
+
+# --------------------------------------------------------------------------- the check
+
+
+@dataclasses.dataclass
+class Life:
+    """A stream from its connection to its end: what was learned of it."""
+
+    last: int = -1  # The largest number of its rollouts, which begin at 0.
+    late: set[int] = dataclasses.field(default_factory=set)  # Below `last`, unseen.
+    # Where one rollout ends and the next begins, and one of the two has come: the
+    # number of the second, and the row that they share.
+    edges: dict[int, bytes] = dataclasses.field(default_factory=dict)
+
+
+class Ledger:
+    """Checks rollouts: none is spliced, none comes twice, none is missing."""
+
+    def __init__(self) -> None:
+        self.rollouts = 0
+        self.duplicated = 0
+        self.spliced = 0
+        self.first_error = ""
+        # The name of a life is the seeds of its environments.
+        self._lives: dict[tuple[int, ...], Life] = collections.defaultdict(Life)
+        self._seeds: dict[int, tuple[int, ...]] = {}
+
+    def check(self, batch: Nest) -> None:
+        """Check a learner batch, [T + 1, B, ...]."""
+        for start in range(0, batch["done"].shape[1], K):
+            self.check_rollout(map_nest(lambda x, i=start: x[:, i : i + K], batch))
+
+    def check_rollout(self, rollout: Nest) -> None:
+        """Check the rollout of one stream, [T + 1, K, ...]."""
+        self.rollouts += 1
+        try:
+            counting_env.check_rollout(rollout)
+            seeds, number = locate(rollout)
+            for seed in seeds:
+                known = self._seeds.setdefault(seed, seeds)
+                assert known == seeds, f"{seed} plays with {known} and with {seeds}"
+            life = self._lives[seeds]
+            if number <= life.last and number not in life.late:
+                self.duplicated += 1
+                return
+            life.late.discard(number)
+            life.late.update(range(life.last + 1, number))
+            life.last = max(life.last, number)
+            self._check_edge(life, number, rollout, row=0)
+            self._check_edge(life, number + 1, rollout, row=-1)
+        except AssertionError as error:
+            self.spliced += 1
+            self.first_error = self.first_error or str(error)
+
+    def _check_edge(self, life: Life, number: int, rollout: Nest, row: int) -> None:
+        """Check that rollouts `number - 1` and `number` share a row."""
+        if number == 0:
+            return  # Nothing comes before.
+        ours = b"".join(x[row].tobytes() for _, x in leaves(rollout))
+        if number in life.edges:
+            theirs = life.edges.pop(number)
+            assert ours == theirs, f"rollout {number} begins with another row"
+        else:
+            life.edges[number] = ours
+
+    def lives(self) -> int:
+        return len(self._lives)
+
+    def gaps(self) -> set[tuple[tuple[int, ...], int]]:
+        """Return rollouts that have not come though later ones of their life have."""
+        return {
+            (seeds, number)
+            for seeds, life in list(self._lives.items())
+            for number in list(life.late)
+        }
+
+
+def locate(rollout: Nest) -> tuple[tuple[int, ...], int]:
+    """Return the name of a rollout's life, and which of its rollouts it is.
+
+    Raises:
+      AssertionError: its columns belong to different rollouts.
+    """
+    first = [counting_env.decode(o) for o in rollout["observation"][0]]
+    last = [counting_env.decode(o) for o in rollout["observation"][-1]]
+    seeds = tuple(place.seed for place in first)  # New ones in every life.
+    rows = [row_number(place) for place in first]
+    assert rows == [rows[0]] * K and rows[0] % T == 0, f"begins at rows {rows}"
+    assert seeds == tuple(place.seed for place in last), f"{first} became {last}"
+    return seeds, rows[0] // T
+
+
+def row_number(place: counting_env.Place) -> int:
+    """Return how many steps led from the first row of a life to this one."""
+    # Games have 1 to 7 steps; any seven of them in a row have 28.
+    sevens = place.game // 7
+    games = (place._replace(game=game) for game in range(7 * sevens, place.game))
+    return 28 * sevens + sum(game.length() for game in games) + place.step
+
+
+# --------------------------------------------------------------------------- the parts
+
+
+class Program:
+    """A program under way, and what it says. A context manager: the end is SIGTERM.
+
+    Its environments are those of tools/nemesis/environments.py.
+    """
+
+    def __init__(self, *argv: str):
+        self.lines: list[tuple[float, str]] = []  # When each came, and the line.
+        self.pids: dict[str, int] = {}  # "server-3": its present process.
+        self._stack = contextlib.ExitStack()
+        folder = tempfile.TemporaryDirectory(prefix="nemesis-")
+        self.folder = Path(self._stack.enter_context(folder))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *(word.format(self.folder) for word in argv)],
+            cwd=REPOSITORY,
+            env={**os.environ, FOLDER: str(self.folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._stack.callback(self._end)
+        self._reader = start_thread("output", self._read)
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip()))
+            if match := re.search(r"(\S+-\d+) is process (\d+)", line):
+                self.pids[match[1]] = int(match[2])
+
+    def _end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(START_S)
+        finally:
+            self.process.kill()
+            self._reader.result(START_S)
+
+    def find(self, pattern: str) -> list[re.Match[str]]:
+        """Return the matches in all lines so far."""
+        found = (re.search(pattern, line) for _, line in list(self.lines))
+        return [match for match in found if match is not None]
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait for something that takes this program.
+
+        Raises:
+          TimeoutError: it takes more than START_S.
+        """
+        deadline = time.monotonic() + START_S
+        while not condition():
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {START_S} s: {self.tail()}")
+            time.sleep(POLL_S)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the program has ended."""
+        if self.process.poll() is not None:
+            raise RuntimeError(f"ended: {self.process.args}\n{self.tail()}")
+
+    def tail(self) -> str:
+        return "\n".join(line for _, line in self.lines[-20:])
+
+
+class Servers(Program):
+    """`python -m polybeast_env`, once it serves."""
+
+    def __init__(self, num_servers: int, *argv: str, env: str = "make"):
+        command = ["polybeast_env", "--with_parent"]
+        command += ["--env", f"tools.nemesis.environments:{env}"]
+        command += ["--num_servers", str(num_servers), "--envs_per_stream", str(K)]
+        command += ["--streams_per_server", "1"]
+        if "--server_address" not in argv:
+            command += ["--pipes_basename", "unix:{}/env"]
+        super().__init__(*command, *argv)
+        self.addresses: Sequence[str] = ()
+
+    def __enter__(self) -> "Servers":
+        with self._stack:  # Should they not start.
+            self.wait_until(lambda: self.find(SERVING))
+            self.addresses = core.flags.addresses(self.find(SERVING)[0][1])
+            self._stack = self._stack.pop_all()
+        return self
+
+    def signal(self, server: int, signum: signal.Signals) -> None:
+        os.kill(self.pids[f"server-{server}"], signum)
+
+
+class Learner:
+    """Plays on servers with random actions and checks what comes. A context manager."""
+
+    def __init__(self, addresses: Sequence[str], *, seed: int = 0, **pool: Any):
+        self.addresses = addresses  # One stream each.
+        self.ledger = Ledger()
+        B = LANES * K
+        self._queue = libtorchbeast.BatchingQueue(
+            minimum_batch_size=B, maximum_batch_size=B, maximum_queue_size=2 * B
+        )
+        self._batcher = libtorchbeast.DynamicBatcher(timeout_ms=None)
+        self._actors = libtorchbeast.ActorPool(
+            T,
+            self._queue,
+            self._batcher,
+            addresses,
+            (),
+            named_rows=True,
+            inference_keys=("done",),
+            seed=seed,
+            run_id="nemesis",
+            **pool,
+        )
+        self._threads: list[futures.Future] = []
+
+    def __enter__(self) -> "Learner":
+        self._threads = [
+            start_thread("actors", self._actors.run),
+            start_thread("inference", self._infer),
+            start_thread("learner", self._learn),
+        ]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Stop; what waits in the queue is still learned."""
+        self._actors.stop()
+        self._batcher.close()
+        deadline = time.monotonic() + GIVE_UP_S
+        while self._queue.size() and not self._threads[2].done():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the learner does not empty its queue")
+            time.sleep(POLL_S)
+        self._queue.close()
+        for thread in self._threads:
+            thread.result(GIVE_UP_S)
+
+    def _infer(self) -> None:
+        for batch in self._batcher:
+            rows, state = batch.get_inputs()
+            action = torch.randint(counting_env.NUM_ACTIONS, rows["done"].shape)
+            batch.set_outputs(({"action": action}, state))
+
+    def _learn(self) -> None:
+        for (env_rows, agent_rows), _ in self._queue:
+            rows = {**env_rows, **agent_rows}
+            self.ledger.check(map_nest(lambda x: x.numpy(), rows))
+
+    def take_events(self) -> list[str]:
+        return self._actors.take_events()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the actor pool's, which must add up.
+
+        Raises:
+          AssertionError: they do not.
+        """
+        for thread in self._threads:
+            if thread.done() and thread.exception():
+                thread.result()
+        stats = self._actors.stats()
+        accounted = stats["learned"] + stats["discarded"] + stats["in_flight"]
+        assert stats["received"] == accounted, stats
+        return stats
+
+
+def resources(pid: int) -> dict[str, float]:
+    """Return what a process holds. Memory: not the files that it maps."""
+    process = psutil.Process(pid)
+    return {
+        "fds": process.num_fds(),
+        "threads": process.num_threads(),
+        "memory_mb": memory_mb(pid),
+    }
+
+
+def memory_mb(pid: int) -> float:
+    """Return the anonymous memory of a process, in RAM or swapped.
+
+    Pages count in full, be they shared with a parent or not: a fork, or a sibling's
+    end, changes nothing. Files that are mapped come and go as the kernel likes.
+    """
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    found = dict(re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE))
+    return (int(found["Anonymous"]) + int(found["Swap"])) / 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """What had become of all that was received when the last fault was over."""
+
+    missing: set[Any]  # Rollouts.
+    discarded: int  # Steps.
+
+
+# --------------------------------------------------------------------------- the storm
+
+
+@dataclasses.dataclass
+class Fault:
+    """What happened to a server, and when (`time.monotonic`)."""
+
+    kind: str
+    server: int
+    began: float
+    ended: float | None = None
+    noticed: float | None = None  # The learner knows that the stream is gone.
+    connected: bool = False  # Since.
+    back: float | None = None  # The next life's first step has come.
+
+    def noticed_s(self) -> float:
+        assert self.noticed is not None
+        return self.noticed - self.began
+
+    def back_s(self) -> float:
+        assert self.back is not None and self.ended is not None
+        return self.back - self.ended
+
+
+class Storm:
+    """Breaks servers, each again when it is well, until enough faults were injected.
+
+    Args:
+      kinds: of the faults, in order. Each meets a server at random.
+      begin: breaks `fault.server`; sets `fault.ended` if that needs no mending.
+      end: mends it, up to `longest_s` after the fault was noticed.
+      gap_s: the least time between the beginnings of two faults.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        learner: Learner,
+        kinds: Sequence[str],
+        begin: Callable[[Fault], None],
+        end: Callable[[Fault], None] | None = None,
+        *,
+        gap_s: float = 0.0,
+        longest_s: float = 0.0,
+        rng: random.Random,
+    ):
+        self._servers, self._learner = servers, learner
+        self._todo = collections.deque(kinds)
+        self._begin, self._end = begin, end
+        self._gap_s, self._longest_s, self._rng = gap_s, longest_s, rng
+        self.faults: list[Fault] = []
+        num = len(servers.addresses)
+        self._broken: dict[int, Fault] = {}
+        self._steps = [0] * num  # When the present life began, or the last one ended.
+        self._not_before = [0.0] * num  # The next change by us, at a random time.
+        self._next = 0.0
+
+    def rage(self) -> list[Fault]:
+        """Inject all faults, wait until all servers are back; return what happened.
+
+        Raises:
+          TimeoutError: a server is not back after GIVE_UP_S.
+        """
+        while self._todo or self._broken:
+            time.sleep(POLL_S)
+            self._servers.check()
+            self._listen()
+            states = self._learner.stats()["addresses"]
+            addresses = list(enumerate(self._learner.addresses))
+            for i, address in self._rng.sample(addresses, len(addresses)):
+                steps = states[address]["steps"]
+                if i in self._broken:
+                    self._watch(i, steps, self._broken[i])
+                elif self._todo and self._is_well(i, steps):
+                    self._break(i)
+        return self.faults
+
+    def _listen(self) -> None:
+        """Note which streams have gone, and which are there again."""
+        for event in self._learner.take_events():
+            match = re.match(r".* \(stream (\d+)", event)
+            assert match is not None, event
+            fault = self._broken.get(int(match[1]))
+            if fault is None:
+                raise AssertionError(f"nobody broke this: {event}")
+            if event.endswith("connected again"):
+                fault.connected = True
+            elif fault.noticed is None:
+                fault.noticed = time.monotonic()
+                self._not_before[fault.server] = fault.noticed + self._rng.uniform(
+                    0, PAUSE_S
+                )
+
+    def _is_well(self, i: int, steps: int) -> bool:
+        # Sooner, the death would count as one of a server that cannot serve.
+        return steps - self._steps[
+            i
+        ] > 2 * DELIVERED_STEPS * K and time.monotonic() > max(
+            self._not_before[i], self._next
+        )
+
+    def _break(self, i: int) -> None:
+        fault = Fault(self._todo.popleft(), i, time.monotonic())
+        self._next = fault.began + self._gap_s
+        self._broken[i] = fault
+        self._begin(fault)
+
+    def _watch(self, i: int, steps: int, fault: Fault) -> None:
+        now = time.monotonic()
+        if now - fault.began > GIVE_UP_S:
+            raise TimeoutError(f"{fault} is not over: {self._servers.tail()}")
+        if fault.noticed is None:
+            return
+        if fault.ended is None:
+            if now > self._not_before[i]:
+                assert self._end is not None, fault
+                self._end(fault)
+                fault.ended = time.monotonic()
+        elif not fault.connected:
+            self._steps[i] = steps
+        elif steps > self._steps[i]:
+            fault.back = now
+            self._not_before[i] = now + self._rng.uniform(0, PAUSE_S)
+            self.faults.append(self._broken.pop(i))
+
+
+def wait_for_streams(servers: Servers, learner: Learner) -> None:
+    """Wait until every server has played for a while."""
+
+    def all_play() -> bool:
+        states = learner.stats()["addresses"].values()
+        return all(s["connected"] and s["steps"] > 10 * T * K for s in states)
+
+    servers.wait_until(all_play)
+
+
+def settle(servers: Servers, learner: Learner) -> Settled:
+    """Wait until all that was received by now is learned.
+
+    The rollouts of a stream are spread over some learner batches. Those that are open
+    now are over when many more have come.
+    """
+    ledger = learner.ledger
+    gaps, discarded = ledger.gaps(), learner.stats()["discarded"]
+    enough = ledger.rollouts + LANES * (4 + 2 * len(servers.addresses) // LANES)
+    servers.wait_until(lambda: ledger.rollouts >= enough)
+    return Settled(gaps & ledger.gaps(), discarded)
+
+
+@contextlib.contextmanager
+def play(
+    servers: Servers, addresses: Sequence[str] | None = None, **pool: Any
+) -> Iterator[Learner]:
+    """Yield a learner that plays on servers, perhaps at other addresses than theirs."""
+    with Learner(addresses or servers.addresses, **pool) as learner:
+        wait_for_streams(servers, learner)
+        yield learner
+
+
+def require_conservation(found: Result, learner: Learner, settled: Settled) -> None:
+    """Add to a result what became of the steps, once the learner has stopped.
+
+    One row received is learned, once; or it is discarded with the others of a rollout
+    that a fault has cut short.
+    """
+    stats, ledger = learner.stats(), learner.ledger
+    learned = (ledger.rollouts - ledger.duplicated) * T * K
+    lost = stats["received"] - stats["discarded"] - learned
+    missing = len(settled.missing)
+    faults = sum(found.injected.values())
+    found.figures |= {
+        "lives": ledger.lives(),
+        "rollouts": ledger.rollouts,
+        "steps_received": stats["received"],
+        "steps_discarded": settled.discarded,
+        "steps_lost": lost,
+        "rollouts_missing": missing,
+        "rollouts_duplicated": ledger.duplicated,
+        "rollouts_spliced": ledger.spliced,
+    }
+    found.require(lost == 0, f"{lost} steps are neither learned nor discarded")
+    found.require(missing == 0, f"{missing} rollouts are missing between others")
+    found.require(ledger.duplicated == 0, f"{ledger.duplicated} rollouts came twice")
+    found.require(
+        ledger.spliced == 0, f"{ledger.spliced} spliced rollouts: {ledger.first_error}"
+    )
+    most = faults * (T - 1) * K
+    found.require(
+        settled.discarded <= most,
+        f"{settled.discarded} steps discarded by {faults} faults, expected {most} at "
+        "most: a partial rollout each",
+    )

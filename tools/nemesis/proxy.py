@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bad network: TCP proxies that can stop forwarding, or reset what is connected."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+CHUNK = 1 << 16
+
+
+class Proxies:
+    """A proxy for each address, in a thread of its own. A context manager."""
+
+    def __init__(self, targets: Sequence[str]):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="proxies", daemon=True
+        )
+        self._proxies = [_Proxy(target) for target in targets]
+        self.addresses: list[str] = []
+
+    def __enter__(self) -> "Proxies":
+        self._thread.start()
+        self.addresses = [self._call(proxy.start()) for proxy in self._proxies]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for proxy in self._proxies:
+            self._call(proxy.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def cut(self, i: int) -> None:
+        """Forward nothing from now on, and say so to nobody: sockets stay open."""
+        self._call(self._proxies[i].cut())
+
+    def mend(self, i: int) -> None:
+        """Forward again, and all that was held up."""
+        self._call(self._proxies[i].mend())
+
+    def reset(self, i: int) -> None:
+        """Reset all connections, at both ends."""
+        self._call(self._proxies[i].reset())
+
+
+class _Proxy:
+    """All in the loop's thread."""
+
+    def __init__(self, target: str):
+        self._target = target
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._tasks: set[asyncio.Task] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        self._server.close()
+        await self.reset()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def cut(self) -> None:
+        self._whole.clear()
+
+    async def mend(self) -> None:
+        self._whole.set()
+
+    async def reset(self) -> None:
+        for writer in self._writers:
+            if writer.is_closing():
+                continue
+            linger = struct.pack("ii", 1, 0)  # On, and for no time: RST.
+            raw = writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+
+    async def _forward(self, reader, writer) -> None:
+        """Serve one connection, both ways."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        writers = [writer]
+        try:
+            await self._whole.wait()  # As if the first packet were on its way.
+            host, _, port = self._target.rpartition(":")
+            there, out = await asyncio.open_connection(host, int(port))
+            writers.append(out)
+            self._writers.update(writers)
+            # An end that closes is closed at the other end too, when it is heard of.
+            pumps = [self._pump(reader, out), self._pump(there, writer)]
+            await asyncio.gather(*pumps, return_exceptions=True)
+        except OSError:
+            pass  # The server is not there.
+        finally:
+            for each in writers:
+                each.close()
+                self._writers.discard(each)
+            self._tasks.discard(task)
+
+    async def _pump(self, reader, writer) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(CHUNK):
+                await self._whole.wait()
+                writer.write(data)
+                await writer.drain()
+            await self._whole.wait()
+        writer.close()
