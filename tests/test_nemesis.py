@@ -11,7 +11,7 @@ from core.environment import Environments
 from core.spaces import map_nest
 from tests import counting_env
 from tools.nemesis import __main__ as program
-from tools.nemesis import hangs, kills, playground
+from tools.nemesis import hangs, kills, playground, soak
 from tools.nemesis.playground import K, Ledger, T
 from tools.nemesis.result import Result
 
@@ -138,3 +138,13 @@ def test_hangs_that_are_not_found_and_stacks_that_are_missing_are_seen():
     assert hung == {"python": 1, "c": 1}
     assert found_s == [1.25]
     assert stacks == {"python": 1, "c": 0}
+
+
+def test_a_process_that_grows_is_seen_among_noise():
+    rng = np.random.default_rng(0)
+    hours = np.linspace(0, 1, 500)
+    mb = 100 + 5 * hours + rng.normal(size=500) / 10
+    samples = [(h, m, 20 + (h > 0.5)) for h, m in zip(hours, mb, strict=True)]
+    grown = soak.slope(samples, length_s=3600)
+    assert abs(grown["mb_per_hour"] - 5) < 4 * grown["+-"] < 0.5
+    assert grown["fds_grown"] == 1

@@ -18,8 +18,10 @@ FIGURES: dict[str, list[str]] = {
     "learning": ["--tasks", "Catch", "--seeds", "1"],
     "leftovers": ["--count", "4"],
     "kills": ["--count", "100"],
+    "price": ["--pairs", "2", "--most", "0.5"],
     "hangs": ["--count", "6"],
     "network": ["--blackholes", "4", "--freezes", "10", "--resets", "4"],
+    "soak": ["--minutes", "3", "--kills_per_minute", "4", "--mb_per_hour", "1000"],
 }
 
 
