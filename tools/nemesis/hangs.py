@@ -43,14 +43,15 @@ def measure(flags: argparse.Namespace) -> Result:
             order_file(servers.folder, server, fault.kind).touch()
             fault.ended = time.monotonic()
 
-        playground.Storm(
+        storm = playground.Storm(
             servers,
             learner,
             kinds,
             hang,
             gap_s=GAP_S,
             rng=random.Random(flags.seed),
-        ).rage()
+        )
+        storm.rage()
         settled = playground.settle(servers, learner)
 
     hung, found_s, stacks = read(servers.lines)
@@ -63,7 +64,7 @@ def measure(flags: argparse.Namespace) -> Result:
             "stacks": sum(stacks.values()),
         },
     )
-    playground.require_conservation(found, learner, settled)
+    playground.require_conservation(found, storm, learner, settled)
     found.require(
         len(found_s) == flags.count, f"found {len(found_s)} of {flags.count} hangs"
     )

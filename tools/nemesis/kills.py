@@ -38,24 +38,25 @@ def measure(flags: argparse.Namespace) -> Result:
 
         pids = {"learner": os.getpid(), "supervisor": servers.process.pid}
         start = {name: playground.resources(pid) for name, pid in pids.items()}
-        faults = playground.Storm(
+        storm = playground.Storm(
             servers,
             learner,
             ["kills"] * flags.count,
             kill,
             rng=random.Random(flags.seed),
-        ).rage()
+        )
+        storm.rage()
         settled = playground.settle(servers, learner)
         end = {name: playground.resources(pid) for name, pid in pids.items()}
 
     deaths = len(servers.find(r"died \(killed by SIGKILL\)"))
-    back = spread([fault.back_s() for fault in faults])
+    back = spread([fault.back_s() for fault in storm.faults])
     found = Result(
         {"kills": deaths},
         {"kills": flags.count},
         {"back_s": back, "start": start, "end": end},
     )
-    playground.require_conservation(found, learner, settled)
+    playground.require_conservation(found, storm, learner, settled)
     found.require(
         back["p50"] <= BACK_P50_S and back["p99"] <= BACK_P99_S,
         f"back after {back} s, expected p50 {BACK_P50_S} and p99 {BACK_P99_S} at most",

@@ -12,6 +12,7 @@ import argparse
 import random
 import signal
 import time
+from collections import Counter
 
 from tools.nemesis import playground
 from tools.nemesis.proxy import Proxies
@@ -59,33 +60,26 @@ def measure(flags: argparse.Namespace) -> Result:
             else:
                 servers.signal(fault.server, signal.SIGCONT)
 
-        faults = playground.Storm(
+        storm = playground.Storm(
             servers, learner, kinds, begin, end, longest_s=LONGEST_S, rng=rng
-        ).rage()
+        )
+        storm.rage()
         settled = playground.settle(servers, learner)
 
-    found = Result(
-        {kind: sum(f.kind == kind for f in faults) for kind in asked},
-        asked,
-        {
-            "keepalive_s": KEEPALIVE_S,
-            **{
-                kind: {
-                    "noticed_s": spread(
-                        [f.noticed_s() for f in faults if f.kind == kind]
-                    ),
-                    "back_s": spread([f.back_s() for f in faults if f.kind == kind]),
-                }
-                for kind in asked
-            },
-        },
-    )
-    playground.require_conservation(found, learner, settled)
+    injected = Counter(fault.kind for fault in storm.faults)
+    found = Result(injected, asked, {"keepalive_s": KEEPALIVE_S})
+    playground.require_conservation(found, storm, learner, settled)
     for kind in asked:
-        for what, most in (("noticed_s", NOTICED_S), ("back_s", BACK_S)):
-            times = found.figures[kind][what]
-            found.require(
-                times.get("max", 0.0) <= most,
-                f"{kind}: {what} is {times}, expected {most} at most",
-            )
+        faults = [fault for fault in storm.faults if fault.kind == kind]
+        noticed = spread([fault.noticed_s() for fault in faults])
+        back = spread([fault.back_s() for fault in faults])
+        found.figures[kind] = {"noticed_s": noticed, "back_s": back}
+        found.require(
+            noticed.get("max", 0.0) <= NOTICED_S,
+            f"{kind} noticed after {noticed} s, expected {NOTICED_S} at most",
+        )
+        found.require(
+            back.get("max", 0.0) <= BACK_S,
+            f"back from {kind} after {back} s, expected {BACK_S} at most",
+        )
     return found

@@ -41,6 +41,7 @@ POLL_S = 0.005
 START_S = 60.0  # For servers and streams to come up on a busy machine.
 PAUSE_S = 2.0  # At most, until a server that is back is broken again.
 SERVING = r"Serving \S+ at (\S+): "
+UNPROVOKED = "unprovoked"
 GIVE_UP_S = 60.0  # For a fault to be noticed, or a server to be back: it never will.
 
 
@@ -354,7 +355,7 @@ class Settled:
 class Fault:
     """What happened to a server, and when (`time.monotonic`)."""
 
-    kind: str
+    kind: str  # Or UNPROVOKED.
     server: int
     began: float
     ended: float | None = None
@@ -398,14 +399,15 @@ class Storm:
         self._begin, self._end = begin, end
         self._gap_s, self._longest_s, self._rng = gap_s, longest_s, rng
         self.faults: list[Fault] = []
+        self.unprovoked: list[Fault] = []  # Streams that were lost for no reason.
         num = len(servers.addresses)
         self._broken: dict[int, Fault] = {}
         self._steps = [0] * num  # When the present life began, or the last one ended.
         self._not_before = [0.0] * num  # The next change by us, at a random time.
         self._next = 0.0
 
-    def rage(self) -> list[Fault]:
-        """Inject all faults, wait until all servers are back; return what happened.
+    def rage(self) -> None:
+        """Inject all faults, and wait until all servers are back.
 
         Raises:
           TimeoutError: a server is not back after GIVE_UP_S.
@@ -422,16 +424,19 @@ class Storm:
                     self._watch(i, steps, self._broken[i])
                 elif self._todo and self._is_well(i, steps):
                     self._break(i)
-        return self.faults
 
     def _listen(self) -> None:
         """Note which streams have gone, and which are there again."""
         for event in self._learner.take_events():
             match = re.match(r".* \(stream (\d+)", event)
             assert match is not None, event
-            fault = self._broken.get(int(match[1]))
+            server = int(match[1])
+            fault = self._broken.get(server)
             if fault is None:
-                raise AssertionError(f"nobody broke this: {event}")
+                now = time.monotonic()
+                fault = Fault(UNPROVOKED, server, began=now, ended=now)
+                self._broken[server] = fault
+                print(f"Nobody broke this: {event}", file=sys.stderr)
             if event.endswith("connected again"):
                 fault.connected = True
             elif fault.noticed is None:
@@ -470,7 +475,8 @@ class Storm:
         elif steps > self._steps[i]:
             fault.back = now
             self._not_before[i] = now + self._rng.uniform(0, PAUSE_S)
-            self.faults.append(self._broken.pop(i))
+            faults = self.unprovoked if fault.kind == UNPROVOKED else self.faults
+            faults.append(self._broken.pop(i))
 
 
 def wait_for_streams(servers: Servers, learner: Learner) -> None:
@@ -506,7 +512,9 @@ def play(
         yield learner
 
 
-def require_conservation(found: Result, learner: Learner, settled: Settled) -> None:
+def require_conservation(
+    found: Result, storm: Storm, learner: Learner, settled: Settled
+) -> None:
     """Add to a result what became of the steps, once the learner has stopped.
 
     One row received is learned, once; or it is discarded with the others of a rollout
@@ -516,8 +524,9 @@ def require_conservation(found: Result, learner: Learner, settled: Settled) -> N
     learned = (ledger.rollouts - ledger.duplicated) * T * K
     lost = stats["received"] - stats["discarded"] - learned
     missing = len(settled.missing)
-    faults = sum(found.injected.values())
+    faults = len(storm.faults) + len(storm.unprovoked)
     found.figures |= {
+        "unprovoked": len(storm.unprovoked),
         "lives": ledger.lives(),
         "rollouts": ledger.rollouts,
         "steps_received": stats["received"],
@@ -527,6 +536,9 @@ def require_conservation(found: Result, learner: Learner, settled: Settled) -> N
         "rollouts_duplicated": ledger.duplicated,
         "rollouts_spliced": ledger.spliced,
     }
+    found.require(
+        not storm.unprovoked, f"{len(storm.unprovoked)} streams lost that nobody broke"
+    )
     found.require(lost == 0, f"{lost} steps are neither learned nor discarded")
     found.require(missing == 0, f"{missing} rollouts are missing between others")
     found.require(ledger.duplicated == 0, f"{ledger.duplicated} rollouts came twice")

@@ -102,8 +102,8 @@ class _Proxy:
             # An end that closes is closed at the other end too, when it is heard of.
             pumps = [self._pump(reader, out), self._pump(there, writer)]
             await asyncio.gather(*pumps, return_exceptions=True)
-        except OSError:
-            pass  # The server is not there.
+        except (OSError, asyncio.CancelledError):
+            pass  # The server is not there; or stop() was called.
         finally:
             for each in writers:
                 each.close()

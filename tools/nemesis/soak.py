@@ -115,7 +115,8 @@ def slope(samples: list[Sample], length_s: float) -> dict[str, Any]:
     tenth = max(1, len(fds) // 10)
     return {
         "samples": len(hours),
-        "mb": round(float(mb.mean()), 2),
+        # As a curve of twelve points; the slope is through all samples.
+        "mb": [round(float(part.mean()), 2) for part in np.array_split(mb, 12)],
         "mb_per_hour": round(float(per_hour), 3),
         "+-": round(float(covariance[0, 0] ** 0.5), 3),
         "fds_grown": int(np.median(fds[-tenth:]) - np.median(fds[:tenth])),
