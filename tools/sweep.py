@@ -1,0 +1,598 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a set of training runs on this machine: a grid of flags and seeds.
+
+    python -m tools.sweep sweep.toml
+
+with, for instance, this sweep.toml:
+
+    program = "polybeast"        # or monobeast, or a module of yours
+    savedir = "runs/minatar"
+    cores = 1                    # of each run; as many run side by side as fit
+    gpus = 0                     # of each run; with 0 it sees none
+
+    [flags]                      # of every run. true is --flag, false leaves it out
+    total_steps = 5_000_000      #   or is --no-flag, a list is joined by commas
+    [flags.polybeast]            # of the runs of one program
+    num_servers = 1
+
+    [grid]                       # every combination is a run; `program` may be here
+    env = ["MinAtar/Breakout-v1", "MinAtar/Freeway-v1"]
+    seed = [1, 2, 3]
+
+A run is a folder in savedir, named after its place in the grid. Besides what the
+program writes, it has sweep.log (all that the program said) and sweep.json (how it was
+started, and how it ended). summary.csv in savedir has a row for each run, also while
+they run.
+
+Ctrl-C or SIGTERM stops all runs, each with a checkpoint; a second one ends them at
+once. The same command goes on: it skips what is finished, resumes what was interrupted,
+and tries again what failed. Should the sweep itself be killed, its runs stop with a
+checkpoint (Linux).
+
+Exit status: 0 all runs are finished; 2 sweep.toml is wrong; 70 a run failed; 75 runs
+were stopped and can go on; 78 savedir is in use, or was made with other flags.
+"""
+
+import argparse
+import contextlib
+import csv
+import ctypes
+import dataclasses
+import datetime
+import fcntl
+import functools
+import importlib.util
+import io
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+import core.flags
+from core.supervise import Exit, StopSignal, describe_exit, num_cores
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TICK_S = 0.5  # What is shown and in summary.csv is at most this old.
+PLAIN_LINE_S = 60.0  # Between lines on progress where there is no terminal.
+TAIL_BYTES = 8192  # A row of logs.csv, or a last line, is shorter.
+
+
+class SweepError(Exception):
+    """The sweep cannot be run as it is; the message says what to change."""
+
+    def __init__(self, message: str, status: Exit = Exit.USAGE):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One point of the grid, and how far it is."""
+
+    name: str
+    point: dict[str, Any]  # Its values in the grid.
+    program: str
+    flags: list[str]  # As words of a command line.
+    folder: Path
+    total_steps: int | None
+    state: str = "queued"  # running, stopping, finished, interrupted, failed, in use
+    error: str = ""  # Why it failed, or who uses it.
+    row: dict[str, str] = dataclasses.field(default_factory=dict)  # Last of logs.csv.
+    cores: list[int] = dataclasses.field(default_factory=list)
+    gpus: list[str] = dataclasses.field(default_factory=list)
+    process: subprocess.Popen = dataclasses.field(init=False)  # Once it was started.
+
+    def number(self, column: str) -> float | None:
+        """Return a number of its last row."""
+        return float(text) if (text := self.row.get(column)) else None
+
+
+# ------------------------------------------------------------------------ sweep.toml
+
+
+@dataclasses.dataclass
+class Sweep:
+    """What sweep.toml asks for."""
+
+    savedir: Path
+    cores: int  # Of each run.
+    gpus: int
+    runs: list[Run]
+
+
+KEYS = ("program", "savedir", "cores", "gpus", "flags", "grid")
+OURS = {"xpid", "savedir", "mode"}  # Flags that the sweep sets.
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read sweep.toml.
+
+    Raises:
+      SweepError: it cannot be read, or does not say what a sweep needs.
+    """
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SweepError(str(error)) from error
+    for key in config.keys() - set(KEYS):
+        raise SweepError(f"unknown key {key!r}; known are {', '.join(KEYS)}")
+
+    def get(key: str, kind: type, default: Any = None) -> Any:
+        value = config.get(key, default)
+        if type(value) is not kind:
+            name = {int: "a whole number", str: "a text", dict: "a table"}[kind]
+            raise SweepError(f"{key}: expected {name}, got {value!r}")
+        return value
+
+    cores, gpus = get("cores", int, 1), get("gpus", int, 0)
+    if cores < 1 or gpus < 0:
+        raise SweepError(f"expected cores >= 1 and gpus >= 0, got {cores} and {gpus}")
+    grid, flags = get("grid", dict, {}), get("flags", dict, {})
+    if not grid:
+        raise SweepError("[grid] is empty; for a single run write seed = [1]")
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise SweepError(f"grid.{key}: expected a list of values, got {values!r}")
+    if "program" in grid and "program" in config:
+        raise SweepError("program: given twice, above and in [grid]")
+    programs = grid.get("program") or [get("program", str)]
+    for program in programs:
+        if not is_module(program):
+            raise SweepError(f"program: there is no module {program!r} here")
+    for key, value in flags.items():
+        if isinstance(value, dict) and key not in programs:
+            raise SweepError(f"[flags.{key}]: no run has the program {key!r}")
+    # The seed ends a run's name: plots go by that.
+    keys = sorted(grid, key="seed".__eq__)
+    savedir = Path(get("savedir", str)).expanduser()
+    runs = []
+    for values in itertools.product(*(grid[key] for key in keys)):
+        point = dict(zip(keys, values, strict=True))
+        program = point.get("program", programs[0])
+        own = {k: v for k, v in flags.items() if not isinstance(v, dict)}
+        own |= flags.get(program, {})
+        for key in own.keys() & point.keys():
+            raise SweepError(f"{key}: given twice, in [flags] and in [grid]")
+        own |= {key: value for key, value in point.items() if key != "program"}
+        for key in own.keys() & OURS:
+            raise SweepError(f"{key}: the sweep sets this flag itself")
+        words = [word for key, value in own.items() for word in to_words(key, value)]
+        name = run_name(point)
+        steps = own.get("total_steps")
+        steps = steps if type(steps) is int else None
+        runs.append(Run(name, point, program, words, savedir / name, steps))
+    names = [run.name for run in runs]
+    for name in names:
+        if names.count(name) > 1 or name.strip(".") in ("", "latest"):
+            raise SweepError(f"grid: {name!r} cannot be the name of one run")
+    return Sweep(savedir, cores, gpus, runs)
+
+
+def is_module(name: Any) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, AttributeError, ValueError):  # Of "", 1 or a missing package.
+        return False
+
+
+def run_name(point: dict[str, Any]) -> str:
+    """Return a folder name, such as MinAtar-Breakout-v1-learning_rate=0.001-1."""
+    parts = [
+        str(value) if isinstance(value, str) or key == "seed" else f"{key}={value}"
+        for key, value in point.items()
+    ]
+    return re.sub(r"[^\w.=+-]", "-", "-".join(parts))
+
+
+def to_words(key: str, value: Any) -> list[str]:
+    """Return a flag as words of a command line."""
+    match value:
+        case True:
+            return [f"--{key}"]
+        case False:  # Most flags are off unless given; a few have an opposite.
+            return [f"--no-{key}"] if key in flags_with_opposites() else []
+        case list():
+            return [f"--{key}={','.join(map(str, value))}"]
+        case str() | int() | float():
+            return [f"--{key}={value}"]
+    raise SweepError(f"{key}: cannot make a flag of {value!r}")
+
+
+@functools.cache
+def flags_with_opposites() -> set[str]:
+    parser = argparse.ArgumentParser()
+    core.flags.add_environment_flags(parser)
+    kind = argparse.BooleanOptionalAction
+    return {action.dest for action in parser._actions if isinstance(action, kind)}
+
+
+# --------------------------------------------------------------------------- one run
+
+
+def recall(run: Run) -> None:
+    """Read how far a run got in earlier sweeps.
+
+    Raises:
+      SweepError: it was trained with another program or other flags.
+    """
+    run.row = last_row(run.folder / "logs.csv")
+    try:
+        record = json.loads((run.folder / "sweep.json").read_text())
+        old, status = {record["program"], *record["flags"]}, record["status"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    new = {run.program, *run.flags}
+    if old == new:
+        run.state = "finished" if status == Exit.DONE else "queued"
+    elif run.row:
+        raise SweepError(
+            f"{run.folder} was trained with {' '.join(sorted(old - new)) or 'less'}, "
+            f"and the sweep now has {' '.join(sorted(new - old)) or 'less'}. Put that "
+            "back, choose another savedir, or remove the folder.",
+            Exit.CONFIG,
+        )
+
+
+def start(run: Run, cores: list[int], gpus: list[str]) -> None:
+    """Start a run on these cores and GPUs; it goes on from its checkpoint."""
+    run.cores, run.gpus, run.state, run.error = cores, gpus, "running", ""
+    run.folder.mkdir(exist_ok=True)
+    save_record(run, None)
+    place = [f"--xpid={run.name}", f"--savedir={run.folder.parent}"]
+    with open(run.folder / "sweep.log", "ab") as log:
+        run.process = subprocess.Popen(
+            [sys.executable, "-m", run.program, *place, *run.flags],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+            start_new_session=True,  # Ctrl-C in the terminal is for the sweep alone.
+            preexec_fn=in_child(cores),
+        )
+
+
+def in_child(cores: list[int]) -> Callable[[], None] | None:
+    """Return what a child does before it becomes a trainer (Linux).
+
+    It goes to its cores, and the kernel will send it SIGTERM when the thread that
+    started it ends: that is the sweep's only one, so also after kill -9.
+    """
+    if sys.platform != "linux":
+        return None
+    parent, prctl, pr_set_pdeathsig = os.getpid(), ctypes.CDLL(None).prctl, 1
+
+    def prepare() -> None:
+        os.sched_setaffinity(0, cores)  # What the trainer starts inherits it.
+        prctl(pr_set_pdeathsig, int(signal.SIGTERM))
+        if os.getppid() != parent:  # It has ended meanwhile.
+            os._exit(Exit.STOPPED)
+
+    return prepare
+
+
+def note_end(run: Run, status: int) -> None:
+    """Take down how a run's process ended."""
+    killed_before_it_could_listen = (
+        run.state == "stopping" and status == -signal.SIGTERM
+    )
+    run.row = last_row(run.folder / "logs.csv")
+    save_record(run, status)
+    if status == Exit.DONE:
+        run.state = "finished"
+    elif status == Exit.STOPPED or killed_before_it_could_listen:
+        run.state = "interrupted"
+    else:
+        run.state = "failed"
+        lines = tail(run.folder / "sweep.log").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        run.error = f"{describe_exit(status)}: {last}"
+
+
+def save_record(run: Run, status: int | None) -> None:
+    record = {
+        "program": run.program,
+        "flags": run.flags,
+        "cores": run.cores,
+        "gpus": run.gpus,
+        "status": status,  # None while it runs; negative: minus the signal.
+    }
+    replace(run.folder / "sweep.json", json.dumps(record, indent=2) + "\n")
+
+
+def try_lock(file: TextIO) -> str:
+    """Lock a file as trainers do their folders; return who has it locked, or ""."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return file.read() or "another process"
+    except OSError:
+        pass  # A file system without locks.
+    return ""
+
+
+def user_of(run: Run) -> str:
+    """Return which process trains in the run's folder, "" if none does."""
+    try:
+        with open(run.folder / ".lock", "r+") as file:  # Closing it unlocks it.
+            return try_lock(file)
+    except FileNotFoundError:
+        return ""
+
+
+def last_row(path: Path) -> dict[str, str]:
+    """Return the last whole row of a logs.csv, {} before the first."""
+    lines = tail(path).split("\n")[:-1]  # What follows the last \n is half a row.
+    if not lines or lines[-1].startswith("step,"):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        header = file.readline().rstrip("\n").split(",")
+    return dict(zip(header, lines[-1].split(","), strict=False))
+
+
+def tail(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file, all or nothing. That a disk is full is no reason to end runs."""
+    try:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        warn_once(f"Cannot write {path}: {error}")
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+def summarize(runs: Sequence[Run]) -> str:
+    """Return summary.csv: a row for each run."""
+    text = io.StringIO()
+    rows = [summary(run) for run in runs]
+    writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def summary(run: Run) -> dict[str, Any]:
+    step, seconds = run.number("step"), run.number("time_s")
+    return {
+        "name": run.name,
+        **run.point,
+        "state": run.state,
+        "step": run.row.get("step", ""),
+        "frames": run.row.get("frames", ""),
+        "hours": f"{seconds / 3600:.4f}" if seconds else "",
+        "steps_per_s": f"{step / seconds:.1f}" if step and seconds else "",
+        "mean_return": run.row.get("mean_episode_return", ""),  # Last 100 games.
+        "best_mean_return": run.row.get("best_mean_return", ""),
+        "error": run.error,
+    }
+
+
+def cells(run: Run) -> list[str]:
+    """Return what the table and the progress lines say of a run."""
+
+    def text(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    step, rate = run.number("step"), run.number("sps")
+    eta = "-"
+    if run.state == "running" and step and rate and isinstance(run.total_steps, int):
+        left_s = max(0, run.total_steps - step) / rate
+        eta = str(datetime.timedelta(seconds=round(left_s)))
+    return [
+        run.name,
+        run.state,
+        f"{text(step, ',.0f')} / {text(run.total_steps, ',')}",
+        text(rate, ",.0f"),
+        text(run.number("mean_episode_return"), ".2f"),
+        eta,
+    ]
+
+
+class View:
+    """Shows the runs: a live table in a terminal, else a line when something happens.
+
+    It starts no thread: the runs' lives hang on the one that starts them.
+    """
+
+    COLUMNS = ("run", "state", "step", "steps/s", "return(100)", "ETA")
+    ORDER = ("running", "stopping", "in use", "failed", "interrupted", "queued")
+
+    def __init__(self, runs: Sequence[Run]):
+        self._runs = runs
+        self._states = {run.name: "queued" for run in runs}  # As shown last.
+        self._lines_at = time.monotonic()
+        self._console = Console()
+        self._in_terminal = sys.stdout.isatty() and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "View":
+        if self._in_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._live.stop()
+        if self._in_terminal:
+            self._console.print(self._table())
+
+    def show(self) -> None:
+        for run in self._runs:
+            if run.state != self._states[run.name]:
+                self._states[run.name] = run.state
+                self._say(run)
+        if self._in_terminal:
+            self._live.update(self._table(), refresh=True)
+        elif time.monotonic() - self._lines_at > PLAIN_LINE_S:
+            self._lines_at = time.monotonic()
+            for run in self._runs:
+                if run.state == "running":
+                    self._say(run)
+
+    def _say(self, run: Run) -> None:
+        name, state, step, rate, mean, eta = cells(run)
+        line = f"{time.strftime('%H:%M:%S')} {name}: {state}, step {step}"
+        line += f", {rate} steps/s, return {mean}, ETA {eta}" if run.row else ""
+        line += f" ({run.error})" if run.error else ""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(*self.COLUMNS)
+        for column in table.columns[2:]:
+            column.justify = "right"
+        # Those that matter first: what is too long for the screen is cut off.
+        order = {state: i for i, state in enumerate(self.ORDER)}
+        for run in sorted(self._runs, key=lambda run: order.get(run.state, len(order))):
+            table.add_row(*cells(run))
+        return table
+
+
+# ------------------------------------------------------------------------ the sweep
+
+
+def run_all(sweep: Sweep) -> bool:
+    """Run what is not finished yet; return whether a signal stopped that."""
+    free_cores = usable_cores()
+    free_gpus = visible_gpus() if sweep.gpus else []
+    for what, wanted, have in (
+        ("cores", sweep.cores, len(free_cores)),
+        ("gpus", sweep.gpus, len(free_gpus)),
+    ):
+        if wanted > have:
+            raise SweepError(f"{what}: each run is to have {wanted}, there are {have}")
+    queue = [run for run in sweep.runs if run.state == "queued"]
+    running: list[Run] = []
+    with StopSignal() as stop, View(sweep.runs) as view:
+        try:
+            while queue or running:
+                if stop.received is not None:
+                    queue.clear()
+                    tell_to_stop(running)
+                for run in list(running):
+                    run.row = last_row(run.folder / "logs.csv")
+                    if (status := run.process.poll()) is not None:
+                        running.remove(run)
+                        free_cores = sorted(free_cores + run.cores)
+                        free_gpus = sorted(free_gpus + run.gpus)
+                        note_end(run, status)
+                for run in list(queue):
+                    if len(free_cores) < sweep.cores or len(free_gpus) < sweep.gpus:
+                        break
+                    # Such as one that stops because its sweep was killed just now.
+                    if user := user_of(run):
+                        run.state, run.error = "in use", f"by {user}"
+                        continue
+                    start(run, free_cores[: sweep.cores], free_gpus[: sweep.gpus])
+                    del free_cores[: sweep.cores], free_gpus[: sweep.gpus]
+                    queue.remove(run)
+                    running.append(run)
+                view.show()
+                replace(sweep.savedir / "summary.csv", summarize(sweep.runs))
+                wait_for_any(running)
+        finally:  # Nothing runs any more, unless something went wrong here.
+            tell_to_stop(running)
+            for run in running:
+                note_end(run, run.process.wait())
+            replace(sweep.savedir / "summary.csv", summarize(sweep.runs))
+    return stop.received is not None
+
+
+def wait_for_any(runs: Sequence[Run]) -> None:
+    """Wait for a tick, or less if the first run ends."""
+    if not runs:
+        time.sleep(TICK_S)  # For runs that others have in use.
+        return
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        runs[0].process.wait(TICK_S)
+
+
+def tell_to_stop(runs: Sequence[Run]) -> None:
+    """Make runs write a checkpoint and end; once, for a second signal means at once."""
+    for run in runs:
+        if run.state == "running":
+            run.state = "stopping"
+            run.process.terminate()
+
+
+def usable_cores() -> list[int]:
+    """Return the cores this process may use, container limits heeded."""
+    if not hasattr(os, "sched_getaffinity"):
+        return list(range(num_cores()))
+    return sorted(os.sched_getaffinity(0))[: num_cores()]
+
+
+def visible_gpus() -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES may name here."""
+    code = "import torch; print(torch.cuda.device_count())"
+    count = int(subprocess.check_output([sys.executable, "-c", code]))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return listed.split(",")[:count]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, help="what to run: a TOML file, see above")
+    path = parser.parse_args(argv).file
+    try:
+        sweep = read_sweep(path)
+        sweep.savedir.mkdir(parents=True, exist_ok=True)
+        with open(sweep.savedir / ".lock", "a+") as lock:  # Held until the end.
+            lock.seek(0)
+            if user := try_lock(lock):
+                raise SweepError(f"{sweep.savedir} is in use by {user}", Exit.CONFIG)
+            lock.truncate()
+            lock.write(f"sweep {path}, process {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
+            for run in sweep.runs:
+                recall(run)
+            stopped = run_all(sweep)
+    except SweepError as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return int(error.status)
+    states = [run.state for run in sweep.runs]
+    counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    print(f"{', '.join(counts)}. Summary: {sweep.savedir / 'summary.csv'}")
+    if states.count("finished") == len(states):
+        return int(Exit.DONE)
+    if stopped or "failed" not in states:
+        print("The same command goes on from there.")
+        return int(Exit.STOPPED)
+    return int(Exit.INTERNAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
