@@ -13,7 +13,8 @@ TRAIN := --xpid 'train-{env}'
 QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 \
   --batch_size 16 --envs_per_actor 16 --learning_rate 0.001
 
-.PHONY: train quickstart test test-classic sanitize bench wheel lint setup clean
+.PHONY: train quickstart test test-classic sanitize bench results-table wheel lint setup \
+  clean
 
 # PolyBeast on Atari Pong, unless ARGS names another environment. Goes on from its
 # checkpoint.
@@ -40,6 +41,10 @@ sanitize: setup
 # How fast this commit is on this machine, beside the commits before; ten minutes.
 bench: setup
 	$(PY) -m benchmarks.bench
+
+# Our learning results beside those that others have published, in Markdown.
+results-table: setup
+	@$(PY) -m tools.results_table
 
 # A wheel with the gRPC libraries inside, in dist/: for machines without a compiler.
 wheel: setup

@@ -1,65 +1,186 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the learning curve of one or more runs from their logs.csv.
+"""Draw learning curves from the logs.csv of runs: one panel for each environment.
 
-    python -m tools.plot results/pong-2cores
+    python -m tools.plot results/minatar
+    python -m tools.plot results/minatar --x hours --out hours.png
 
-writes curve.png beside the data: mean return of the last 100 full games against agent
-steps. Several folders go into one figure: `--out figure.png`. With `--seeds`, folders
-that differ in what follows the last "-" of their names are seeds of one thing, and get
-one colour.
+Folders are runs, or hold runs. Those whose names differ only in the seed at the end are
+seeds of one variant: they get one colour, a line for the median, and a band for the
+interquartile range, as far as all of them have come. The curve is the mean return of
+the last 100 full games. Dashed lines are the figures that others have published for
+that environment (results/reference.csv), at the end of what they trained for.
+
+Writes curve.png into the first folder.
 """
 
 import argparse
 import csv
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
+
+REFERENCE = Path(__file__).parents[1] / "results" / "reference.csv"
+POINTS = 500  # On the x axis that seeds share.
+
+# For --x: the column of logs.csv, what it is divided by, and the label.
+AXES = {
+    "steps": ("step", 1e6, "million agent steps"),
+    "frames": ("frames", 1e6, "million frames"),
+    "hours": ("time_s", 3600, "hours"),
+}
 
 
-def read_curve(folder: Path) -> tuple[list[float], list[float], float]:
-    """Return steps, mean returns (rows that have one), and the hours it took."""
+@dataclasses.dataclass
+class Run:
+    """A run's folder, read."""
+
+    folder: Path
+    meta: dict[str, Any]
+    rows: list[dict[str, str]]  # Those of logs.csv that have a mean return.
+
+    @property
+    def env(self) -> str:
+        return self.meta["flags"]["env"]
+
+    @property
+    def variant(self) -> str:
+        """Its name, less the seed at the end and the words of its environment."""
+        name = re.sub(rf"-{self.meta['flags']['seed']}$", "", self.folder.name)
+        env = re.split(r"\W+", self.env.lower())
+        words = [word for word in name.split("-") if word.lower() not in env]
+        return "-".join(words) or name
+
+    def column(self, name: str) -> np.ndarray:
+        return np.array([float(row[name]) for row in self.rows])
+
+
+def find_runs(folders: Iterable[Path]) -> list[Run]:
+    """Read all runs in some folders, themselves included, as far as they have games."""
+    found = []
+    for folder in folders:
+        logs = [folder / "logs.csv", *sorted(folder.glob("*/logs.csv"))]
+        inside = [path.parent for path in logs if path.exists()]
+        if not inside:
+            raise SystemExit(f"{folder}: no run, and no folder of runs: no logs.csv")
+        # A link is `latest`, which is there under its own name too.
+        found += [run for run in inside if run == folder or not run.is_symlink()]
+    runs = [read_run(folder) for folder in found]
+    for run in runs:
+        if not run.rows:
+            print(f"{run.folder}: no finished game yet, left out", file=sys.stderr)
+    return [run for run in runs if run.rows]
+
+
+def read_run(folder: Path) -> Run:
     with open(folder / "logs.csv", newline="") as file:
-        rows = [r for r in csv.DictReader(file) if r["mean_episode_return"]]
-    if not rows:
-        raise SystemExit(f"{folder}/logs.csv has no finished game yet: nothing to draw")
-    return (
-        [float(r["step"]) for r in rows],
-        [float(r["mean_episode_return"]) for r in rows],
-        float(rows[-1]["time_s"]) / 3600,
+        rows = [row for row in csv.DictReader(file) if row["mean_episode_return"]]
+    return Run(folder, json.loads((folder / "meta.json").read_text()), rows)
+
+
+def by_variant(runs: Iterable[Run]) -> dict[str, dict[str, list[Run]]]:
+    """Return the seeds of each variant of each environment."""
+    groups: dict[str, dict[str, list[Run]]] = {}
+    for run in runs:
+        groups.setdefault(run.env, {}).setdefault(run.variant, []).append(run)
+    return groups
+
+
+def aggregate(
+    curves: Sequence[tuple[np.ndarray, np.ndarray]], points: int = POINTS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bring curves, each (x, y), to one x axis; return it and the quartiles of y.
+
+    Returns:
+      x: [points], from where the last of them begins to where the first one ends.
+      quartiles: [3, points], the middle one is the median.
+    """
+    first = max(x[0] for x, _ in curves)
+    x = np.linspace(first, max(first, min(x[-1] for x, _ in curves)), points)
+    ys = np.stack([np.interp(x, *curve) for curve in curves])  # [seeds, points]
+    return x, np.percentile(ys, [25, 50, 75], axis=0)
+
+
+def read_reference(env: str) -> list[dict[str, str]]:
+    """Return the published returns of an environment, the highest first."""
+    with open(REFERENCE, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["env"] == env]
+    returns = [row for row in rows if row["metric"] == "return"]
+    return sorted(returns, key=lambda row: -float(row["value"]))
+
+
+def draw(runs: Sequence[Run], x_axis: str) -> plt.Figure:
+    """Return the figure: a panel for each environment."""
+    column, unit, label = AXES[x_axis]
+    groups = by_variant(runs)
+    columns = min(len(groups), 3)
+    lines = -(-len(groups) // columns)
+    size = (6.4, 3.6) if len(groups) == 1 else (4.2 * columns, 3.4 * lines)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=size, layout="constrained", squeeze=False
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folders", nargs="+", type=Path, help="folders with a logs.csv")
-    parser.add_argument("--out", type=Path, help="default: curve.png in the first one")
-    parser.add_argument("--title", default="")
-    parser.add_argument("--seeds", action="store_true", help="see above")
-    args = parser.parse_args()
-
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     colours: dict[str, str] = {}
-    for folder in args.folders:
-        steps, returns, hours = read_curve(folder)
-        group = folder.name.rpartition("-")[0] if args.seeds else folder.name
-        is_new = group not in colours
-        colours.setdefault(group, f"C{len(colours)}")
-        label = group if args.seeds else f"{group}, {hours:.1f} h"
-        axes.plot(
-            [step / 1e6 for step in steps],
-            returns,
-            color=colours[group],
-            label=label if is_new else None,
-        )
-    axes.set_xlabel("million agent steps")
-    axes.set_ylabel("return, last 100 full games")
-    axes.set_title(args.title)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    for axes, (env, variants) in zip(grid.flat, groups.items()):
+        for variant, seeds in variants.items():
+            colour = colours.setdefault(variant, f"C{len(colours)}")
+            curves = [
+                (run.column(column) / unit, run.column("mean_episode_return"))
+                for run in seeds
+            ]
+            x, (low, median, high) = aggregate(curves)
+            name = f"{variant}, {len(seeds)} seeds" if len(seeds) > 1 else variant
+            axes.plot(x, median, color=colour, label=name)
+            axes.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)
+        for i, row in enumerate(read_reference(env)):
+            value, frames = float(row["value"]), row["frames"]
+            after = f" ({int(frames) / 1e6:g}M frames)" if frames else ""
+            axes.axhline(
+                value,
+                color=matplotlib.colormaps["Dark2"](i),
+                linewidth=1,
+                linestyle="--",
+                label=f"{row['system']}: {value:.6g}{after}",
+            )
+        axes.set_title(env)
+        axes.set_xlabel(label)
+        axes.set_ylabel("return, last 100 full games")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    for axes in grid.flat[len(groups) :]:
+        axes.remove()
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, help="runs, or folders of runs"
+    )
+    parser.add_argument("--x", choices=AXES, default="steps", help="default: steps")
+    parser.add_argument("--out", type=Path, help="default: curve.png in the first one")
+    parser.add_argument("--title", help="above the figure")
+    args = parser.parse_args(argv)
+
+    if not (runs := find_runs(args.folders)):
+        raise SystemExit("nothing to draw")
+    figure = draw(runs, args.x)
+    if args.title:
+        figure.suptitle(args.title)
     figure.savefig(args.out or args.folders[0] / "curve.png", dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":
