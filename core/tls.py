@@ -140,7 +140,6 @@ def diagnose(address: str, folder: str | None) -> str | None:
     host = host.strip("[]")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
-    shook_hands = False
     try:
         if folder is None:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -152,11 +151,11 @@ def diagnose(address: str, folder: str | None) -> str | None:
             socket.create_connection((host, int(port)), DIAGNOSE_S) as tcp,
             context.wrap_socket(tcp, server_hostname=host) as connection,
         ):
-            shook_hands = True
             if folder is None:
                 return "it speaks TLS and this learner does not: add --tls_dir"
-            # It has yet to judge our certificate. HTTP/2 servers speak first.
-            is_content = connection.recv(1) != b""
+            # It has yet to judge our certificate. Content, it says something.
+            if connection.recv(1):
+                return None
     except ssl.SSLCertVerificationError as error:
         return f"its certificate: {error.verify_message}{_advice(error.verify_message)}"
     except ssl.SSLEOFError:
@@ -167,13 +166,7 @@ def diagnose(address: str, folder: str | None) -> str | None:
         if error.reason == "WRONG_VERSION_NUMBER":
             return "it does not speak TLS: start it with --tls_dir"
         return f"TLS: {error.reason or error}"
-    except TimeoutError:
-        return None
     except OSError:
-        if not shook_hands:
-            return None
-        is_content = False
-    if is_content:
         return None
     return (
         "it hangs up when it sees this learner's certificate: its ca.pem must be of "
