@@ -269,7 +269,7 @@ def load(directory: Path) -> Checkpoint | None:
             try:
                 found = _read_named(path)
             except CheckpointError as error:
-                rejected.append(_one_line(f"{path}: {error}"))
+                rejected.append(one_line(f"{path}: {error}"))
             else:
                 break
         if rejected and _names(directory) != names:
@@ -284,6 +284,20 @@ def load(directory: Path) -> Checkpoint | None:
             )
         found.rejected = rejected
         return found
+
+
+def load_from(path: Path) -> Checkpoint | None:
+    """Return the checkpoint at `path`, or the newest good one of the run there.
+
+    Raises:
+      CheckpointError: what is there is not good.
+    """
+    if not (path / "manifest.json").exists():
+        return load(path / "checkpoints") or load(path)
+    try:
+        return _read_named(path)
+    except CheckpointError as error:
+        raise CheckpointError(one_line(f"{path}: {error}")) from error
 
 
 def _names(directory: Path) -> dict[str, int]:
@@ -399,7 +413,7 @@ def _read_verified(path: Path, step: int, manifest: bytes) -> Checkpoint:
     return Checkpoint(path, step, tensors, state)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Return text that is safe in a log and a terminal."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " ..."
@@ -437,7 +451,7 @@ def check_tensors(
     differences += [f"missing {name}" for name in sorted(expected.keys() - got.keys())]
     differences += [f"unknown {name}" for name in sorted(got.keys() - expected.keys())]
     if differences:
-        raise CheckpointMismatch(_one_line(f"{what}: {_join(differences)}"))
+        raise CheckpointMismatch(one_line(f"{what}: {_join(differences)}"))
 
 
 def _describe(tensor: torch.Tensor, with_dtype: bool) -> str:
@@ -520,7 +534,7 @@ def restore_optimizer(
     ours = _parameter_names(optimizer, model)
     theirs = [group["params"] for group in state["groups"]]
     if ours != theirs:
-        raise CheckpointMismatch(_one_line(_group_differences(ours, theirs)))
+        raise CheckpointMismatch(one_line(_group_differences(ours, theirs)))
 
     def decode(value: Any) -> Any:
         match value:

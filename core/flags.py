@@ -142,6 +142,13 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "drawn at random, and recorded in meta.json",
     )
     run.add_argument(
+        "--init_from",
+        metavar="CHECKPOINT_OR_RUN",
+        help="begin a new run with the weights of another: the folder of a run or of "
+        "one of its checkpoints, or a run's name in --savedir. Steps, optimizer and "
+        "log begin anew. A run that has checkpoints of its own goes on from those",
+    )
+    run.add_argument(
         "--disable_checkpoint",
         action="store_true",
         help="write no checkpoints: nothing can be resumed or tested",
@@ -526,6 +533,11 @@ def check_common(
                 f"--info_keys has {key!r}, but that is what each row's info says of "
                 "full games. Leave it out, or rename it in the environment."
             )
+    if flags.mode != "train" and flags.init_from is not None:
+        parser.error(
+            f"--init_from is {flags.init_from} but --mode is {flags.mode}: it is for "
+            "training. Name the run to test with --xpid."
+        )
     if flags.mode == "train":
         for flag in ("video", "greedy"):
             if getattr(flags, flag):

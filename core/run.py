@@ -220,17 +220,22 @@ class Run:
     def resume(self) -> checkpoint.Checkpoint | None:
         """Continue from the newest good checkpoint; return it, or None in a new run.
 
+        A new run begins with the weights that --init_from names, if it does.
+
         Raises:
           CheckpointError: there are checkpoints, and none is good.
           ConfigError: the checkpoint was made with another environment or network.
         """
         checkpoint.sweep(self._checkpoints)
         found = checkpoint.load(self._checkpoints)
+        flags, learner = self.flags, self.learner
         if found is None:
+            if flags.init_from is not None:
+                self._take_weights(flags.init_from)
             return None
         for line in found.rejected:
             log.warning("Checkpoint not used: %s", line)
-        flags, state, learner = self.flags, found.state, self.learner
+        state = found.state
         for key in ("env", "model", "use_lstm"):
             if state["flags"][key] != getattr(flags, key):
                 raise ConfigError(
@@ -248,11 +253,57 @@ class Run:
         self._earlier_s = state["time_s"]
         restore_rng(state["rng"], found.tensors["rng"])
         log.info("Run %s goes on from step %d", flags.xpid, learner.step)
+        if flags.init_from is not None:
+            log.info("  --init_from %s was for its beginning", flags.init_from)
         for key, old in state["flags"].items():
             new = _plain(getattr(flags, key, old))
             if new != old:
                 log.info("  --%s was %s and is now %s", key, old, new)
         return found
+
+    def _take_weights(self, name: str) -> None:
+        """Load the weights, and nothing else, of another run or checkpoint.
+
+        Whoever wrote it: all of it is checked, nothing unpickled, and of the rest only
+        a few flags are read, to be shown.
+        """
+        place = Path(name).expanduser()
+        if not place.is_dir():
+            place = Path(self.flags.savedir) / name
+        found = checkpoint.load_from(place)
+        if found is None:
+            raise ConfigError(
+                f"--init_from is {name}, where there is no checkpoint. Name the folder "
+                "of a run or of one of its checkpoints (step-...), or a run in "
+                f"--savedir ({self.flags.savedir})."
+            )
+        for line in found.rejected:
+            log.warning("Checkpoint not used: %s", line)
+        model = found.tensors.get("model", {})
+        try:
+            checkpoint.check_tensors(self.learner.net.state_dict(), model, what="model")
+        except checkpoint.CheckpointMismatch as error:
+            raise ConfigError(
+                f"--init_from {found.path} does not fit: {error}{self._others(found)}"
+            ) from error
+        for key, tensor in model.items():
+            if not torch.isfinite(tensor).all():
+                raise ConfigError(f"--init_from {found.path}: {key} is not finite")
+        self.learner.net.load_state_dict(model)
+        log.info(
+            "Weights of %s, step %d%s", found.path, found.step, self._others(found)
+        )
+
+    def _others(self, found: checkpoint.Checkpoint) -> str:
+        """Name the flags of another run's checkpoint that differ from this run's."""
+        theirs = found.state.get("flags")
+        theirs = theirs if isinstance(theirs, dict) else {}
+        differences = [
+            f"; --{key} there {theirs[key]}, here {getattr(self.flags, key)}"
+            for key in ("env", "model", "use_lstm")
+            if key in theirs and theirs[key] != getattr(self.flags, key)
+        ]
+        return checkpoint.one_line("".join(differences))
 
     @contextlib.contextmanager
     def open(self, *, resumed: bool) -> Iterator[None]:

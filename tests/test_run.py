@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""core.run: a new run with the weights of another, whoever wrote them."""
+
+import json
+import pickle
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import monobeast
+from core import checkpoint, run
+from core.checkpoint import CheckpointError
+from core.supervise import ConfigError
+
+
+def wide_env() -> gym.Env:
+    """Catch with another action and a wider board."""
+    env = monobeast.environment.make("Catch")
+    env.observation_space = gym.spaces.Box(0.0, 1.0, (10, 7), np.float32)
+    env.action_space = gym.spaces.Discrete(5)
+    return env
+
+
+def make_run(savedir: Path, *flags: str, xpid: str = "x") -> run.Run:
+    parsed = monobeast.parse_flags(
+        ["--savedir", str(savedir), "--xpid", xpid, "--env", "Catch", *flags]
+    )
+    (savedir / xpid).mkdir(exist_ok=True)
+    spaces = monobeast.read_spaces(parsed)
+    learner = monobeast.create_learner(parsed, spaces)
+    return run.Run(parsed, savedir / xpid, learner, frames_per_step=1, in_turn=True)
+
+
+def weights(a_run: run.Run) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in a_run.learner.net.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def _old(tmp_path_factory) -> Path:
+    savedir = tmp_path_factory.mktemp("old")
+    old = make_run(savedir, xpid="old")
+    for step in (100, 200):
+        old.learner.step = step
+        with torch.no_grad():
+            old.learner.net.baseline.bias.fill_(float(step))
+        with old.open(resumed=False):
+            pass
+    return savedir
+
+
+@pytest.fixture
+def savedir(_old, tmp_path) -> Path:
+    """Return a folder with a run named old: checkpoints of steps 100 and 200."""
+    shutil.copytree(_old, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def newest(savedir: Path) -> Path:
+    return savedir / "old" / "checkpoints" / "step-000000000200"
+
+
+@pytest.mark.parametrize("name", ["old", "path", "checkpoints", "step", "older"])
+def test_a_new_run_begins_with_the_weights_of_another_and_nothing_else(savedir, name):
+    place = {
+        "old": "old",
+        "path": savedir / "old",
+        "checkpoints": savedir / "old" / "checkpoints",
+        "step": newest(savedir),
+        "older": newest(savedir).with_name("step-000000000100"),
+    }[name]
+    new = make_run(savedir, "--init_from", str(place), xpid="new")
+    assert new.resume() is None
+    step = 100.0 if name == "older" else 200.0
+    assert new.learner.net.baseline.bias.item() == step
+    assert (new.learner.step, new.learner.updates) == (0, 0)
+    assert not new.learner.optimizer.state
+    old = checkpoint.load_from(newest(savedir))
+    assert old is not None
+    if name != "older":
+        for key, tensor in weights(new).items():
+            assert torch.equal(tensor, old.tensors["model"][key]), key
+
+
+def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
+    caplog.set_level("INFO")
+    flags = ["--init_from", str(savedir / "elsewhere")]  # Which need not exist then.
+    assert (again := make_run(savedir, *flags, xpid="old")).resume() is not None
+    assert again.learner.step == 200
+    assert "--init_from" in caplog.text and "was for its beginning" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--env", "tests.test_run:wide_env"], ["policy.weight: file [3,260], mod"]),
+        (["--env", "tests.test_run:wide_env"], ["--env there Catch, here tests."]),
+        (["--use_lstm"], ["missing core.", "--use_lstm there False, here True"]),
+        (["--env", "MinAtar/Breakout-v1"], ["torso.layers.0.weight: file [256,50]"]),
+    ],
+)
+def test_weights_that_do_not_fit_are_told_in_one_line(savedir, flags, said):
+    new = make_run(savedir, "--init_from", "old", *flags, xpid="new")
+    before = weights(new)
+    with pytest.raises(
+        ConfigError, match="--init_from .* does not fit: model"
+    ) as error:
+        new.resume()
+    assert "\n" not in str(error.value)
+    for part in said:
+        assert part in str(error.value)
+    for key, tensor in weights(new).items():
+        assert torch.equal(tensor, before[key]), key
+
+
+def test_no_checkpoint_there_says_what_to_name(savedir):
+    (savedir / "empty").mkdir()
+    for name in ("nowhere", "empty"):
+        new = make_run(savedir, "--init_from", name, xpid="new")
+        with pytest.raises(
+            ConfigError, match=f"--init_from is {name}, where .*savedir"
+        ):
+            new.resume()
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_an_error(savedir, caplog):
+    file = newest(savedir) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    new = make_run(savedir, "--init_from", "old", xpid="new")
+    new.resume()
+    assert new.learner.net.baseline.bias.item() == 100.0
+    assert f"Checkpoint not used: {newest(savedir)}" in caplog.text
+    new = make_run(savedir, "--init_from", str(newest(savedir)), xpid="new")
+    with pytest.raises(CheckpointError, match="has another sha256"):
+        new.resume()
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("a stranger's code ran",)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "nan", "flags", "dtype", "extra", "state"])
+def test_a_stranger_s_checkpoint_runs_nothing_and_harms_nothing(
+    savedir, tmp_path, kind, capsys
+):
+    """Well formed, with the right checksums: it was made to be loaded."""
+    good = checkpoint.load_from(newest(savedir))
+    assert good is not None
+    tensors, state = good.tensors, good.state
+    match kind:
+        case "nan":
+            tensors["model"]["policy.bias"][0] = float("nan")
+        case "flags":
+            tensors["model"] = {}
+            state["flags"] = {"env": "\x1b[2J\nroot# " + "x" * 10**6, "model": [{}]}
+        case "dtype":
+            tensors["model"]["policy.bias"] = tensors["model"]["policy.bias"].double()
+        case "extra":
+            tensors["model"]["__class__"] = torch.zeros(1)
+        case "state":
+            state["flags"] = state["learner"] = [["evil"]] * 10
+    evil = tmp_path / "evil"
+    if kind == "nan":  # Our own `save` refuses that.
+        tensors["other"] = tensors.pop("model")
+    path = checkpoint.save(evil, step=1, tensors=tensors, state=state)
+    if kind == "nan":
+        rename_group(path, "other", "model")
+    if kind == "pickle":
+        (path / "model.safetensors").write_bytes(pickle.dumps(Bomb()))
+        correct_manifest(path)
+    new = make_run(savedir, "--init_from", str(path), xpid="new")
+    before = weights(new)
+    events: list[str] = []
+    sys.addaudithook(lambda event, args: events.append(event) if watching else None)
+    watching = True
+    if kind == "state":  # What is not needed is not looked at.
+        new.resume()
+        assert new.learner.net.baseline.bias.item() == 200.0
+    else:
+        with pytest.raises((ConfigError, CheckpointError)) as error:
+            new.resume()
+        message = str(error.value)
+        assert message.isprintable() and len(message) < 3000
+        for key, tensor in weights(new).items():
+            assert torch.equal(tensor, before[key]), key
+    watching = False
+    assert "open" in events  # The hook works.
+    assert not {"pickle.find_class", "exec", "os.system", "subprocess.Popen"} & {
+        *events
+    }
+    assert "stranger" not in capsys.readouterr().out
+
+
+def rename_group(path: Path, old: str, new: str) -> None:
+    (path / f"{old}.safetensors").rename(path / f"{new}.safetensors")
+    correct_manifest(path)
+
+
+def correct_manifest(path: Path) -> None:
+    """Make the checksums right again, as a forger would."""
+    records = {
+        file.name: checkpoint._record(file.read_bytes())
+        for file in path.iterdir()
+        if file.name != "manifest.json"
+    }
+    step = json.loads((path / "manifest.json").read_text())["step"]
+    (path / "manifest.json").write_bytes(checkpoint._manifest(step, records))
+
+
+def test_init_from_is_for_training(tmp_path, capsys):
+    flags = ["--savedir", str(tmp_path), "--xpid", "x"]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "meta.json").write_text('{"flags": {}, "starts": []}')
+    with pytest.raises(SystemExit):
+        monobeast.parse_flags([*flags, "--mode", "test", "--init_from", "y"])
+    text = " ".join(capsys.readouterr().err.split())
+    assert re.search("--init_from is y but --mode is test", text)
