@@ -57,7 +57,7 @@ import core.flags
 from core import checkpoint, environment, evaluation, losses, metrics, rollouts
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
-from core.run import Learner, Run, run_program, seed_rng
+from core.run import Learner, Run, naming_memory, run_program, seed_rng
 from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
@@ -995,7 +995,11 @@ def learn(
     device = next(net.parameters()).device
     rows = map_nest(lambda x: torch.from_numpy(x).to(device), batch)
     state = tuple(torch.from_numpy(s).to(device) for s in agent_state)
-    with learner.lock, learner.busy.measure("learner"):
+    with (
+        learner.lock,
+        learner.busy.measure("learner"),
+        naming_memory(batch, net),
+    ):
         if learner.finished() or learner.failed:
             return  # Another thread did the last update meanwhile.
         parts = []

@@ -63,7 +63,7 @@ import polybeast_env
 from core import environment, evaluation, losses, metrics, tls, wire
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
-from core.run import Learner, Run, run_program, seed_rng
+from core.run import Learner, Run, naming_memory, run_program, seed_rng
 from core.spaces import ArraySpec, Nest, map_nest
 from core.supervise import (
     ConfigError,
@@ -673,7 +673,11 @@ def learn(
     rows, state = nest.map(
         lambda t: t.to(flags.learner_device, non_blocking=True), (batch, agent_state)
     )
-    with learner.lock, learner.busy.measure("learner"):
+    with (
+        learner.lock,
+        learner.busy.measure("learner"),
+        naming_memory(batch, net),
+    ):
         if learner.finished() or learner.failed:
             return  # Another thread did the last update meanwhile.
         parts = []

@@ -32,7 +32,7 @@ from torch import nn
 from core import checkpoint, metrics
 from core.losses import ImpalaLoss
 from core.spaces import Nest, leaves, map_nest
-from core.supervise import ConfigError, Exit, StallError
+from core.supervise import ConfigError, Exit, StallError, available_memory
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +172,36 @@ class Learner:
         self.updates = state["updates"]
         self.skipped = state["skipped"]
         self.episodes.restore(state["episodes"])
+
+
+@contextlib.contextmanager
+def naming_memory(batch: Nest, net: nn.Module) -> Iterator[None]:
+    """Say how large things are when there is no memory for an update.
+
+    Args:
+      batch: rollouts as numpy arrays or tensors, [T + 1, B, ...].
+
+    Raises:
+      MemoryError: instead of that of numpy, of torch on the CPU, or on a GPU.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_torchs = isinstance(error, torch.cuda.OutOfMemoryError) or (
+            "can't allocate memory" in str(error)  # Its allocator on the CPU.
+        )
+        if not (is_torchs or isinstance(error, MemoryError)):
+            raise
+        rows, num_rollouts = batch["done"].shape
+        batch_mib = sum(x.nbytes for _, x in leaves(batch)) / 2**20
+        net_mib = sum(x.nbytes for x in net.state_dict().values()) / 2**20
+        raise MemoryError(
+            f"no memory for an update of {num_rollouts} rollouts of {rows - 1} steps: "
+            f"the batch has {batch_mib:,.1f} MiB, the network {net_mib:,.1f} MiB, its "
+            "gradient and optimizer a multiple of that, and what the network computes "
+            f"on the way the rest; {available_memory() / 2**20:,.1f} MiB of the "
+            "machine's memory are left. Lower --batch_size or --unroll_length."
+        ) from error
 
 
 def _describe_not_finite(batch: Nest) -> str:

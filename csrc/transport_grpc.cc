@@ -489,17 +489,18 @@ struct OneCall {
 
 std::string describe(const std::string& address, const std::string& hello,
                      double timeout_s, const std::optional<Tls>& tls) {
+  using Clock = std::chrono::steady_clock;  // Nobody can set it.
   const auto deadline =
-      std::chrono::system_clock::now() +
-      std::chrono::duration_cast<std::chrono::system_clock::duration>(
-          std::chrono::duration<double>(timeout_s));
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                         std::chrono::duration<double>(timeout_s));
   grpc::ByteBuffer welcome;
   grpc::Status status;
   while (true) {
     grpc::Status last;
     {
       OneCall one_call;
-      one_call.context.set_deadline(deadline);
+      one_call.context.set_deadline(std::chrono::system_clock::now() +
+                                    (deadline - Clock::now()));
       grpc::GenericStub stub(
           make_channel(address, kDefaultKeepaliveS, tls, kMaxMessageBytes));
       const auto call =
@@ -515,10 +516,7 @@ std::string describe(const std::string& address, const std::string& hello,
       status = last;
     }
     const bool is_away = last.error_code() == grpc::StatusCode::UNAVAILABLE;
-    if (!is_away ||
-        std::chrono::system_clock::now() + kDescribeRetry > deadline) {
-      break;
-    }
+    if (!is_away || Clock::now() + kDescribeRetry > deadline) break;
     std::this_thread::sleep_for(kDescribeRetry);
     if (interrupt_check) interrupt_check();
   }

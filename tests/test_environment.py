@@ -464,6 +464,15 @@ def test_an_exception_in_step_names_env_step_and_seed_and_keeps_its_cause(error)
     assert caught.value.__cause__ is error
 
 
+def test_an_environment_without_memory_is_an_error_like_any_other():
+    class Env(CountingEnv):
+        def step(self, action):
+            return np.zeros(2**50)
+
+    with pytest.raises(EnvError, match=r"env 5 \(Env\) step 1 .*MemoryError: Unable"):
+        step_until_error(Env())
+
+
 def test_steps_in_messages_count_from_the_last_seeded_reset():
     """So that seed and step lead to the same place again."""
     over, boom = {"terminated": True}, OSError("boom")

@@ -538,6 +538,33 @@ while not pool.take_events():
     assert run(script) == "['stopped']\n"
 
 
+@pytest.mark.parametrize("attempt", range(10))
+def test_ten_pools_come_and_go_and_the_interpreter_ends(attempt):
+    """Ten times ten pools: closed, left open, or dropped while they run."""
+    script = f"""
+import sys
+sys.modules["torch"] = None
+import threading, libtorchbeast as lib
+kept = []
+for i in range(10):
+    queue, batcher = lib.BatchingQueue(), lib.DynamicBatcher()
+    pool = lib.ActorPool(3, queue, batcher, ["unix:/nowhere/x.sock"] * 3, ())
+    thread = threading.Thread(target=pool.run, daemon=True)
+    thread.start()
+    while i % 2 and not pool.take_events():  # Or it may be starting still.
+        pass
+    if (i + {attempt}) % 3 == 0:
+        kept.append((pool, queue, batcher))
+        continue
+    pool.stop()
+    pool.stop()
+    batcher.close()
+    queue.close()
+    thread.join()
+"""
+    assert run(script) == ""
+
+
 def test_interpreter_waits_for_a_running_allocate():
     script = """
 import sys

@@ -292,6 +292,28 @@ def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
         torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_an_update_without_memory_says_what_is_how_large(kind, monkeypatch):
+    flags = make_flags("Catch", "--num_actors", "1")
+    spaces = monobeast.read_spaces(flags)
+    learner = monobeast.create_learner(flags, spaces)
+    row, _ = monobeast.rollout_specs(flags, spaces, learner.net)
+    batch = map_nest(lambda s: np.zeros((T + 1, E, *s.shape), s.dtype), row)
+
+    def forward(rows, state):
+        torch.empty(2**50) if kind == "torch" else np.empty(2**50)
+
+    monkeypatch.setattr(learner.net, "forward", forward)
+    with pytest.raises(MemoryError) as error:
+        monobeast.learn(flags, learner, batch, ())
+    assert f"{E} rollouts of {T} steps: the batch has 0.0 MiB, the network 0." in (
+        str(error.value)
+    )
+    assert "Lower --batch_size" in str(error.value)
+    assert "allocate" in str(error.value.__cause__)
+    assert not learner.lock.locked()
+
+
 def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run():
     flags = make_flags("Catch", "--num_actors", "1")
     flags.batch_size = E

@@ -1104,6 +1104,17 @@ def test_a_server_that_always_dies_ends_the_program(start, folder, name, said):
     assert said in last_line
 
 
+def test_who_forks_servers_has_one_thread(start, folder):
+    """A fork copies one thread, and the locks that others hold."""
+    program = start("--env", "Catch", num_servers=2)
+    program.wait_for_text("Serving")
+    supervisor = psutil.Process(program.pid)
+    assert supervisor.num_threads() == 1
+    supervisor.children()[0].kill()
+    program.wait_for_text("starting it again")
+    assert supervisor.num_threads() == 1
+
+
 def test_a_server_that_achieves_something_is_restarted_for_ever(start, folder):
     program = start("--env", "tests.fault_env:make_crashing_late", num_servers=1)
     for _ in range(7):
