@@ -64,12 +64,13 @@ from core import environment, evaluation, losses, metrics, tls, wire
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
 from core.run import Learner, Run, naming_memory, run_program, seed_rng
-from core.spaces import ArraySpec, Nest, map_nest
+from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
     Exit,
     StopSignal,
     Watchdog,
+    available_memory,
     describe_exit,
     join_threads,
     keep_freed_memory,
@@ -897,6 +898,7 @@ def train_with(
         )
         found = run.resume()
         describe(flags, run_dir, welcome, learner)
+        check_memory(flags, welcome)
         if learner.finished():
             log.info(
                 "Nothing to do: run %s is at step %d of --total_steps %d.",
@@ -952,6 +954,30 @@ def check_welcome(flags: argparse.Namespace, welcome: wire.Welcome) -> None:
             f"--batch_size {-(-B // K) * K}, or start the servers with another "
             "--envs_per_stream."
         )
+
+
+def check_memory(flags: argparse.Namespace, welcome: wire.Welcome) -> None:
+    """Say what rollouts will take of the memory, and refuse what cannot fit.
+
+    Raises:
+      ConfigError: there is less; the message has both numbers and the remedy.
+    """
+    row = {
+        **row_spec(welcome.observation, welcome.action, flags.info_keys),
+        **net_outputs(Spaces(welcome.observation, welcome.action)),
+    }
+    row_bytes = sum(spec.nbytes for _, spec in leaves(row))
+    # Waiting, with the learner threads, and being filled, in whole batches.
+    batches = 2 + flags.num_learner_threads
+    num = flags.max_learner_queue_size + flags.batch_size * batches
+    need = num * (flags.unroll_length + 1) * row_bytes / 2**20
+    have = available_memory() / 2**20
+    line = f"memory: {num} rollouts need {need:,.1f} MiB, have {have:,.1f} MiB"
+    if need > have:
+        raise ConfigError(
+            f"{line}. Lower --max_learner_queue_size, --batch_size or --unroll_length."
+        )
+    log.info("Preflight: %s", line)
 
 
 def describe(
