@@ -59,6 +59,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr double kFirstBackoffS = 0.1;  // Doubles with every attempt...
 constexpr double kMaxBackoffS = 1.0;    // ...up to this.
+constexpr int kPatience = 4;  // Times max_failures, for what can work.
 constexpr size_t kMaxEvents = 1000;
 // How late a server that does not answer may be noticed, as a part of its time
 // and at most.
@@ -213,8 +214,9 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
     bool closed = false;    // It has ended.
     bool repeat = false;  // It ends only to begin with the right first_env_id.
     uint64_t incarnations = 0;
-    int attempts = 0;  // To connect, since the last step.
-    int failures = 0;  // Since the last finished rollout.
+    int attempts = 0;           // To connect, since the last step.
+    int failures = 0;           // Since the last finished rollout.
+    bool has_finished = false;  // A rollout, ever.
     int64_t steps = 0;
     Clock::time_point asked_at;  // When it began to wait for its server.
     Histogram latency;
@@ -972,6 +974,7 @@ ActorPool::Impl::Slab* ActorPool::Impl::finish_rollout_locked(Actor& actor) {
   slab->lanes[actor.lane] = {Lane::State::kFinished, nullptr};
   actor.row = 0;
   actor.failures = 0;
+  actor.has_finished = true;
   for (const Lane& lane : slab->lanes) {
     if (lane.state != Lane::State::kFinished) return nullptr;
   }
@@ -1145,11 +1148,13 @@ void ActorPool::Impl::count_failure_locked(Actor& actor, const std::string& why,
                                            bool permanent) {
   ++failures_;
   ++actor.failures;
+  const int limit =
+      options_.max_failures * (actor.has_finished ? kPatience : 1);
   const std::string where = where_locked(actor) + ": ";
   note_locked(where + why);
   if (permanent) {
     fail_locked(std::make_exception_ptr(ServerMismatch(where + why)));
-  } else if (actor.failures >= options_.max_failures) {
+  } else if (actor.failures >= limit) {
     fail_locked(std::make_exception_ptr(ActorError(
         where + "failed " + std::to_string(actor.failures) +
         " times in a row without finishing a rollout; now: " + why)));

@@ -110,7 +110,9 @@ struct PoolStats {
 // A server that goes away costs the rollouts under way; its streams return to
 // it for ever. So they do to one that does not answer for step_timeout_s, which
 // the network cannot tell from one that thinks. max_failures failures in a row,
-// or a permanent one, end the run.
+// or a permanent one, end the run; four times as many where a rollout was ever
+// finished: then it can work, and bad luck is likelier (as in
+// core.supervise.RestartBudget).
 class ActorPool {
  public:
   // Throws std::invalid_argument.

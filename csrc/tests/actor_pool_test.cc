@@ -772,6 +772,26 @@ TEST(a_finished_rollout_forgives_failures) {
   CHECK_EQ(rig.pool->stats().failures, 4);
 }
 
+TEST(a_stream_that_has_worked_may_fail_four_times_as_often) {
+  RigOptions options;
+  options.max_failures = 2;
+  Rig rig(options);
+  rig.start();
+  {
+    Player player(rig.network->accept());
+    player.greet();
+    play(rig, player, kT + 1);
+    player.connection->send(fake::failure("boom 1"));
+  }
+  for (int i = 2; i <= 8; ++i) {
+    Player player(rig.network->accept());
+    CHECK_EQ(rig.pool->stats().failures, i - 1);
+    player.greet();
+    player.connection->send(fake::failure("boom " + std::to_string(i)));
+  }
+  CHECK_THROWS(ActorError, "failed 8 times in a row", rig.running.get());
+}
+
 TEST(an_end_that_is_not_transient_counts_as_a_failure) {
   RigOptions options;
   options.max_failures = 2;
