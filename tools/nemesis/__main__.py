@@ -15,7 +15,7 @@ FIGURES: dict[str, list[str]] = {
     "resume": ["--kills", "2"],
     "signals": ["--count", "4"],
     "actors": ["--kills", "10"],
-    "learning": ["--tasks", "Catch", "--seeds", "1"],
+    "learning": ["--tasks", "Catch", "--seeds", "1", "--goal", "3"],
     "leftovers": ["--count", "4"],
     "kills": ["--count", "100"],
     "price": ["--pairs", "2", "--most", "0.5"],
