@@ -16,7 +16,8 @@ from core import checkpoint
 from core.spaces import map_nest
 from tests.fault_env import FaultEnv
 from tests.test_monobeast import Pool, make_flags
-from tools.nemesis import actors, checkpoints, faulty, learning, signals
+from tools.nemesis import actors, checkpoints, faulty, learning, leftovers, signals
+from tools.nemesis.programs import wait_for, workplace
 
 
 @pytest.fixture
@@ -155,3 +156,26 @@ def test_the_first_step_at_the_threshold_is_found(tmp_path):
     assert learning.threshold_step(tmp_path, task) is None
     log.write_text("step,best_mean_return\n100,\n200,0.5\n300,0.9\n400,0.95\n")
     assert learning.threshold_step(tmp_path, task) == 300
+
+
+# --------------------------------------------------------------------------- leftovers
+
+
+def test_leftovers_of_every_kind_are_found():
+    with workplace() as folder, leftovers.start("monobeast", folder, "") as program:
+        program.wait_for(lambda: program.rows() > 1)
+        found = program.leftovers()
+        assert sum(what.startswith("process ") for what in found) >= 4  # And a tracker.
+        assert any(what.startswith("tmp/pymp-") for what in found)  # The fork server's.
+        half = program.checkpoints / ".tmp-1-half"
+        half.mkdir()
+        (program.run_dir / ".meta.json.tmp-1").touch()
+        (program.temporary / "torchbeast-x").mkdir()
+        program.process.kill()
+        assert program.wait() == -signal.SIGKILL
+        wait_for(lambda: not program.family())
+        left = set(program.leftovers())
+        assert {"runs/x/.meta.json.tmp-1", "tmp/torchbeast-x"} <= left
+        assert {what for what in left if leftovers.is_half_save(what)} >= {
+            "runs/x/checkpoints/.tmp-1-half"
+        }

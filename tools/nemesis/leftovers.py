@@ -63,23 +63,16 @@ def measure(flags: argparse.Namespace) -> Result:
         start_s = measure_start(module)
         for i in range(flags.count):
             way, kind = WAYS[i % len(WAYS)], MOMENTS[i // len(WAYS) % len(MOMENTS)]
+            shm = set(os.listdir(SHM))
             with workplace() as folder, start(module, folder, way) as program:
-                shm = set(os.listdir(SHM))
-                end(program, way, kind, rng, start_s)
-                ends[f"{module}: {way}, status {program.process.returncode}"] += 1
-
-                def remains(program=program, shm=shm) -> list[str]:
-                    return program.leftovers() + sorted(set(os.listdir(SHM)) - shm)
-
-                try:
-                    clean_s.append(wait_for(lambda: not remains(), LIMIT_S))  # noqa: B023
-                except TimeoutError:
-                    found = remains()
-                    half = [x for x in found if "/checkpoints/.tmp-" in x]
-                    if half == found and way.startswith("KILL"):
-                        half_saves += 1
-                        found = start_again(module, folder)
-                    left += [f"{module} after {way} at {kind}: {x}" for x in found]
+                status = end(program, way, kind, rng, start_s)
+                ends[f"{module}: {way}, status {status}"] += 1
+                seconds, found = watch(program, shm)
+                if found and way.startswith("KILL") and all(map(is_half_save, found)):
+                    half_saves += 1
+                    found = start_again(module, folder, way)
+            clean_s.append(seconds)
+            left += [f"{module} after {way} at {kind}: {what}" for what in found]
     result = Result(
         injected={"ends": ends.total()},
         asked={"ends": len(MODULES) * flags.count},
@@ -94,14 +87,38 @@ def measure(flags: argparse.Namespace) -> Result:
     return result
 
 
-def start(module: str, folder: Path, way: str) -> Program:
-    return Program(module, folder, *SIZES[module], *FLAGS, *BREAKS.get(way, []))
+def start(module: str, folder: Path, way: str, *flags: str) -> Program:
+    breaks = BREAKS.get(way, [])
+    return Program(module, folder, *SIZES[module], *FLAGS, *breaks, *flags)
+
+
+def watch(program: Program, shm: set[str]) -> tuple[float, list[str]]:
+    """Wait until nothing but half a save is left; return how long, and what is.
+
+    Args:
+      shm: what was in /dev/shm before.
+    """
+    found: list[str] = []
+
+    def is_clean() -> bool:
+        nonlocal found
+        found = program.leftovers() + sorted(set(os.listdir(SHM)) - shm)
+        return all(map(is_half_save, found))
+
+    try:
+        return wait_for(is_clean, LIMIT_S), found
+    except TimeoutError:
+        return LIMIT_S, found
+
+
+def is_half_save(what: str) -> bool:
+    return "/checkpoints/.tmp-" in what
 
 
 def end(
     program: Program, way: str, kind: str, rng: random.Random, start_s: float
-) -> None:
-    """End a program in some way and wait for that."""
+) -> int:
+    """End a program in some way; return its exit status."""
     if way == "KILL while hung":
         program.wait_for(lambda: "about to hang" in program.text())
     elif way in SIGNALS:
@@ -118,13 +135,13 @@ def end(
     }.get(way, (Exit.INTERNAL,))
     if status not in expected:
         raise RuntimeError(f"status {status} after {way}:\n{program.text()}")
+    return status
 
 
-def start_again(module: str, folder: Path) -> list[str]:
-    """Let the same run find that it has nothing to do; return what is left then."""
-    with Program(
-        module, folder, *SIZES[module], *FLAGS, "--total_steps", "20"
-    ) as again:
-        assert again.wait() == Exit.DONE, again.text()
+def start_again(module: str, folder: Path, way: str) -> list[str]:
+    """Let the same run go on for a moment, or not even; return what is left then."""
+    with start(module, folder, way, "--total_steps", "20") as again:
+        if again.wait() != Exit.DONE:
+            raise RuntimeError(f"did not go on:\n{again.text()}")
         wait_for(lambda: not again.family(), LIMIT_S)
         return again.leftovers()
