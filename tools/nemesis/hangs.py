@@ -44,14 +44,9 @@ def measure(flags: argparse.Namespace) -> Result:
             fault.ended = time.monotonic()
 
         storm = playground.Storm(
-            servers,
-            learner,
-            kinds,
-            hang,
-            gap_s=GAP_S,
-            rng=random.Random(flags.seed),
+            servers, learner, hang, gap_s=GAP_S, rng=random.Random(flags.seed)
         )
-        storm.rage()
+        storm.rage(kinds)
         settled = playground.settle(servers, learner)
 
     hung, found_s, stacks = read(servers.lines)

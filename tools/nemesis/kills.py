@@ -37,17 +37,13 @@ def measure(flags: argparse.Namespace) -> Result:
             fault.ended = time.monotonic()
 
         pids = {"learner": os.getpid(), "supervisor": servers.process.pid}
-        start = {name: playground.resources(pid) for name, pid in pids.items()}
-        storm = playground.Storm(
-            servers,
-            learner,
-            ["kills"] * flags.count,
-            kill,
-            rng=random.Random(flags.seed),
-        )
-        storm.rage()
+        storm = playground.Storm(servers, learner, kill, rng=random.Random(flags.seed))
+        first = min(flags.num_servers, flags.count)
+        storm.rage(["kills"] * first)  # All at once: gRPC's pools grow to their size.
+        start = {name: playground.least_resources(pid) for name, pid in pids.items()}
+        storm.rage(["kills"] * (flags.count - first))
         settled = playground.settle(servers, learner)
-        end = {name: playground.resources(pid) for name, pid in pids.items()}
+        end = {name: playground.least_resources(pid) for name, pid in pids.items()}
 
     deaths = len(servers.find(r"died \(killed by SIGKILL\)"))
     back = spread([fault.back_s() for fault in storm.faults])

@@ -61,9 +61,9 @@ def measure(flags: argparse.Namespace) -> Result:
                 servers.signal(fault.server, signal.SIGCONT)
 
         storm = playground.Storm(
-            servers, learner, kinds, begin, end, longest_s=LONGEST_S, rng=rng
+            servers, learner, begin, end, longest_s=LONGEST_S, rng=rng
         )
-        storm.rage()
+        storm.rage(kinds)
         settled = playground.settle(servers, learner)
 
     injected = Counter(fault.kind for fault in storm.faults)

@@ -25,7 +25,7 @@ from tools.nemesis.training import Training
 
 SAMPLE_S = 5.0
 SETTLE_S = 30.0  # For a process that has started to have what it needs.
-WARM_UP = 1 / 6  # Of the run.
+WARM_UP = 1 / 3  # Of the run: until then the allocator sets records.
 MB_PER_HOUR = 1.0
 NUM_WORKERS = 3
 TRAINERS = {
