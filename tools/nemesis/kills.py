@@ -40,10 +40,10 @@ def measure(flags: argparse.Namespace) -> Result:
         storm = playground.Storm(servers, learner, kill, rng=random.Random(flags.seed))
         first = min(flags.num_servers, flags.count)
         storm.rage(["kills"] * first)  # All at once: gRPC's pools grow to their size.
-        start = {name: playground.least_resources(pid) for name, pid in pids.items()}
+        start = playground.least_resources(pids)
         storm.rage(["kills"] * (flags.count - first))
         settled = playground.settle(servers, learner)
-        end = {name: playground.least_resources(pid) for name, pid in pids.items()}
+        end = playground.least_resources(pids)
 
     deaths = len(servers.find(r"died \(killed by SIGKILL\)"))
     back = spread([fault.back_s() for fault in storm.faults])

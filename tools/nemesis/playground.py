@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ POLL_S = 0.005
 START_S = 60.0  # For servers and streams to come up on a busy machine.
 PAUSE_S = 2.0  # At most, until a server that is back is broken again.
 SERVING = r"Serving \S+ at (\S+): "
-QUIET_S = 10.0
+QUIET_S, QUIET_SAMPLES = 5.0, 10
 UNPROVOKED = "unprovoked"
 GIVE_UP_S = 60.0  # For a fault to be noticed, or a server to be back: it never will.
 
@@ -330,17 +330,19 @@ def resources(pid: int) -> dict[str, float]:
     }
 
 
-def least_resources(pid: int) -> dict[str, float]:
-    """Return the least that a process holds within QUIET_S.
+def least_resources(pids: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """Return the least that each process holds within QUIET_S.
 
     Threads and sockets of gRPC linger a while; what leaks does not go away.
     """
-    least = resources(pid)
-    deadline = time.monotonic() + QUIET_S
-    while time.monotonic() < deadline:
-        time.sleep(QUIET_S / 20)
-        least = {key: min(least[key], now) for key, now in resources(pid).items()}
-    return least
+    samples = []
+    for _ in range(QUIET_SAMPLES):
+        time.sleep(QUIET_S / QUIET_SAMPLES)
+        samples.append({name: resources(pid) for name, pid in pids.items()})
+    return {
+        name: {key: min(sample[name][key] for sample in samples) for key in first}
+        for name, first in samples[0].items()
+    }
 
 
 def memory_mb(pid: int) -> float:
