@@ -34,6 +34,7 @@ def main() -> int:
         print("ValueError: bad luck", file=sys.stderr)
         return 70
     if flags.wait:
+        signal.alarm(300)  # Should nobody end it.
         told = signal.sigwait({signal.SIGTERM, signal.SIGUSR1})
         if told == signal.SIGTERM:
             (folder / "checkpoint").touch()

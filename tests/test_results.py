@@ -97,3 +97,28 @@ def test_a_row_is_the_median_of_its_seeds(tmp_path):
             "source": "results/claim",
         }
     ]
+
+
+def test_what_one_system_has_published_of_an_environment_is_one_row(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "reference.csv"
+    path.write_text(
+        "env,system,metric,value,spread,frames,hardware,protocol,source\n"
+        "Catch,Theirs,return,0.50,0.10,2000000,1 GPU,odd,A\n"
+        "Memory,Theirs,return,3,,,,,A\n"
+        "Catch,Theirs,minutes,90,,2000000,1 GPU,odd,B\n"
+    )
+    monkeypatch.setattr(plot, "REFERENCE", path)
+    assert results_table.reference_rows("Catch") == [
+        {
+            "environment": "Catch",
+            "system": "Theirs",
+            "return": "0.50 ± 0.10",
+            "frames": "2M",
+            "hours": "1.5",
+            "hardware": "1 GPU",
+            "protocol": "odd",
+            "source": "A; B",
+        }
+    ]

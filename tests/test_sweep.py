@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools.sweep: runs that share a machine, are stopped, resumed, and accounted for.
 
-Seen red: with cores that are not given back, with a SIGTERM too many, without the
+Seen red: with cores that are not handed out or not given back, without the
 parent-death signal, and with runs that are started again although they are finished.
 """
 
