@@ -340,7 +340,7 @@ def test_both_trainers_are_stopped_resumed_and_finished(toml, tmp_path, start_sw
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait() == 75, program.text()
     assert "interrupted" in states(tmp_path)
-    assert not any(process.is_running() for process in family)
+    wait_until(lambda: not any(process.is_running() for process in family))
     assert list((tmp_path / "runs" / names[0] / "checkpoints").iterdir())
 
     program = start_sweep(path)

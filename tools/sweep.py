@@ -96,7 +96,7 @@ class Run:
     row: dict[str, str] = dataclasses.field(default_factory=dict)  # Last of logs.csv.
     cores: list[int] = dataclasses.field(default_factory=list)
     gpus: list[str] = dataclasses.field(default_factory=list)
-    process: subprocess.Popen = dataclasses.field(init=False)  # Once it was started.
+    process: subprocess.Popen = dataclasses.field(init=False, repr=False)
 
     def number(self, column: str) -> float | None:
         """Return a number of its last row."""
@@ -312,7 +312,7 @@ def save_record(run: Run, status: int | None) -> None:
         "gpus": run.gpus,
         "status": status,  # None while it runs; negative: minus the signal.
     }
-    replace(run.folder / "sweep.json", json.dumps(record, indent=2) + "\n")
+    write_whole(run.folder / "sweep.json", json.dumps(record, indent=2) + "\n")
 
 
 def try_lock(file: TextIO) -> str:
@@ -354,8 +354,8 @@ def tail(path: Path) -> str:
         return ""
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file, all or nothing. That a disk is full is no reason to end runs."""
+def write_whole(path: Path, text: str) -> None:
+    """Write all of a file or nothing. That a disk is full is no reason to end runs."""
     try:
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(text)
@@ -406,7 +406,7 @@ def cells(run: Run) -> list[str]:
 
     step, rate = run.number("step"), run.number("sps")
     eta = "-"
-    if run.state == "running" and step and rate and isinstance(run.total_steps, int):
+    if run.state == "running" and step and rate and run.total_steps:
         left_s = max(0, run.total_steps - step) / rate
         eta = str(datetime.timedelta(seconds=round(left_s)))
     return [
@@ -456,7 +456,7 @@ class View:
         elif time.monotonic() - self._lines_at > PLAIN_LINE_S:
             self._lines_at = time.monotonic()
             for run in self._runs:
-                if run.state == "running":
+                if run.state in ("running", "in use"):
                     self._say(run)
 
     def _say(self, run: Run) -> None:
@@ -517,23 +517,18 @@ def run_all(sweep: Sweep) -> bool:
                     queue.remove(run)
                     running.append(run)
                 view.show()
-                replace(sweep.savedir / "summary.csv", summarize(sweep.runs))
-                wait_for_any(running)
+                write_whole(sweep.savedir / "summary.csv", summarize(sweep.runs))
+                if running:  # A tick, or less if this one ends.
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        running[0].process.wait(TICK_S)
+                elif queue:
+                    time.sleep(TICK_S)  # All that is left is in use.
         finally:  # Nothing runs any more, unless something went wrong here.
             tell_to_stop(running)
             for run in running:
                 note_end(run, run.process.wait())
-            replace(sweep.savedir / "summary.csv", summarize(sweep.runs))
+            write_whole(sweep.savedir / "summary.csv", summarize(sweep.runs))
     return stop.received is not None
-
-
-def wait_for_any(runs: Sequence[Run]) -> None:
-    """Wait for a tick, or less if the first run ends."""
-    if not runs:
-        time.sleep(TICK_S)  # For runs that others have in use.
-        return
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        runs[0].process.wait(TICK_S)
 
 
 def tell_to_stop(runs: Sequence[Run]) -> None:
