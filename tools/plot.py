@@ -154,7 +154,7 @@ def draw(runs: Sequence[Run], x_axis: str) -> plt.Figure:
         axes.set_xlabel(label)
         axes.set_ylabel("return, last 100 full games")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+        axes.legend(fontsize="x-small", framealpha=0.6)
     for axes in grid.flat[len(groups) :]:
         axes.remove()
     return figure
