@@ -57,15 +57,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kFirstBackoffS = 0.1;  // Doubles with every attempt...
-constexpr double kMaxBackoffS = 1.0;    // ...up to this.
+constexpr double kMaxBackoffS = 1.0;
 constexpr int kPatience = 4;  // Times max_failures, for what can work.
 constexpr size_t kMaxEvents = 1000;
 // How late a server that does not answer may be noticed, as a part of its time
 // and at most.
 constexpr double kLateness = 0.05;
 constexpr double kMaxLatenessS = 1.0;
-constexpr size_t kMaxTextBytes = 16 << 10;  // Of what a server says.
 constexpr const char* kMalformed = "the server sent a malformed message: ";
 
 // Times on a logarithmic scale: eight buckets per doubling, from 1 us on.
@@ -1167,9 +1165,9 @@ void ActorPool::Impl::finish_close_locked(Actor& actor) {
   if (scout_ == &actor) scout_ = nullptr;
   double delay_s = 0;
   if (!actor.repeat) {
-    delay_s =
-        std::min(kFirstBackoffS * std::exp2(std::max(actor.attempts - 1, 0)),
-                 kMaxBackoffS);
+    delay_s = std::min(
+        options_.first_backoff_s * std::exp2(std::max(actor.attempts - 1, 0)),
+        kMaxBackoffS);
     // So that not all streams of a server come back at once.
     delay_s *= std::uniform_real_distribution(0.5, 1.0)(random_);
   }
@@ -1304,6 +1302,9 @@ PoolOptions checked(PoolOptions options) {
   require(options.max_failures >= 1, "max_failures is " +
                                          std::to_string(options.max_failures) +
                                          ", expected at least 1");
+  require(options.first_backoff_s >= 0,
+          "first_backoff_s is " + std::to_string(options.first_backoff_s) +
+              ", expected at least 0");
   require(options.step_timeout_s >= 0,
           "step_timeout_s is " + std::to_string(options.step_timeout_s) +
               ", expected at least 0");

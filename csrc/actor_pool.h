@@ -31,6 +31,8 @@ struct PoolOptions {
   uint64_t first_incarnation = 0;
   int max_failures = 5;       // In a row, on one stream, without a rollout.
   double step_timeout_s = 0;  // For a server to answer; 0: for ever.
+  // Before a stream that was lost connects again; doubles up to a second.
+  double first_backoff_s = 0.1;
 };
 
 // What a stream is doing.

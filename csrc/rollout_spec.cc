@@ -37,6 +37,11 @@ constexpr std::array<Scalar, 5> kScalars = {
 constexpr size_t kArrayHeaderBytes = 16;
 // For a Failure with its traceback, and other names and versions in a Welcome.
 constexpr size_t kTextBytes = size_t{128} << 10;
+// A structure that a server chose, for messages.
+std::string shown(const Structure& structure) {
+  constexpr size_t kMaxBytes = 1000;
+  return wire::printable(describe(structure), kMaxBytes);
+}
 
 int64_t product(const Shape& shape, size_t from) {
   int64_t result = 1;
@@ -69,7 +74,7 @@ void check_scalar(const wire::Welcome& welcome, const wire::Layout& layout,
   }
   const std::string expected =
       std::string(scalar.name) + " " + describe(scalar.dtype, {});
-  std::string got = "a " + describe(*child.structure);
+  std::string got = "a " + shown(*child.structure);
   if (child.structure->kind == Structure::Kind::kLeaf) {
     const auto& spec = welcome.step_arrays[layout.arrays[child.first_leaf]];
     if (spec.dtype == scalar.dtype && spec.shape.empty()) return;
@@ -98,7 +103,7 @@ Structure::Ptr select_inputs(const Structure& rows,
     if (!child.structure) {
       throw std::invalid_argument("inference_keys holds '" + key +
                                   "', but the environment servers send " +
-                                  describe(rows));
+                                  shown(rows));
     }
     if (!children.emplace(key, child.structure).second) continue;
     for (size_t i = 0; i < child.structure->num_leaves; ++i) {
@@ -256,7 +261,7 @@ EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
   }
   if (layout.structure->kind != Structure::Kind::kDict) {
     throw ActorError("step_arrays of the Welcome are " +
-                     describe(*layout.structure) +
+                     shown(*layout.structure) +
                      ", expected paths that begin with a name");
   }
   for (const Scalar& scalar : kScalars) check_scalar(welcome, layout, scalar);

@@ -16,6 +16,9 @@ namespace torchbeast {
 // No message may be larger; whoever receives a larger one ends the stream.
 inline constexpr size_t kMaxMessageBytes = size_t{256} << 20;
 
+// Of what the other side says for people to read; the rest is left out.
+inline constexpr size_t kMaxTextBytes = 16 << 10;
+
 // One received message, in the pieces in which it arrived.
 struct Segments {
   std::vector<std::string_view> parts;
@@ -40,6 +43,7 @@ class StreamEvents {
   virtual void on_message(Segments message) = 0;
   // `transient`: the other side is not there, or busy; it may be back soon.
   // Otherwise it refused what was sent to it, or sent what cannot be read.
+  // `reason` is printable, whatever the other side said.
   virtual void on_closed(const std::string& reason, bool transient) = 0;
 };
 

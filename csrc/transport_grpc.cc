@@ -21,6 +21,7 @@
 
 #include "errors.h"
 #include "interrupt.h"
+#include "wire.h"
 
 namespace torchbeast {
 namespace {
@@ -139,7 +140,8 @@ std::string code_name(grpc::StatusCode code) {
 
 std::string to_text(const grpc::Status& status) {
   if (status.ok()) return "the server ended the stream";
-  return code_name(status.error_code()) + ": " + status.error_message();
+  return code_name(status.error_code()) + ": " +
+         wire::printable(status.error_message(), kMaxTextBytes);
 }
 
 // gRPC has no code of their own for these, only words. A server that refuses

@@ -180,6 +180,10 @@ Key decode_key(const Segments& message, Piece body) {
     if (tag.field == 1) {
       key = Key();
       key.name = read_text(reader, tag, "a key");
+      if (printable(key.name, kMaxKeyBytes) != key.name) {
+        throw DecodeError("the key '" + printable(key.name, 40) +
+                          "' is too long or has control characters");
+      }
       found = true;
     } else if (tag.field == 2) {
       key = Key();
@@ -605,8 +609,10 @@ std::string printable(std::string_view text, size_t limit) {
         text.substr(0, std::max<size_t>(size, 1));
     if (out.size() + character.size() > limit) break;
     const auto first = static_cast<uint8_t>(character[0]);
+    // Those of ASCII; and U+0080 to U+009F, of which terminals obey some.
     const bool control =
-        (first < 0x20 && first != '\n' && first != '\t') || first == 0x7f;
+        (first < 0x20 && first != '\n' && first != '\t') || first == 0x7f ||
+        (first == 0xc2 && static_cast<uint8_t>(character.back()) < 0xa0);
     if (size == 0 || control) {
       out.push_back('?');
     } else {

@@ -25,6 +25,7 @@ inline constexpr uint32_t kProtocol = 1;
 inline constexpr size_t kMaxArrays = 4096;
 inline constexpr size_t kMaxDepth = 16;  // Keys of a path.
 inline constexpr size_t kMaxRank = 16;
+inline constexpr size_t kMaxKeyBytes = 256;  // Of the name of a key.
 
 // The message is malformed; what() says how.
 struct DecodeError : std::runtime_error {
@@ -128,7 +129,8 @@ Layout layout(const std::vector<ArraySpec>& specs);
 
 bool is_utf8(std::string_view text);
 // At most `limit` bytes of `text`, as UTF-8 without control characters other
-// than line ends and tabs; what is not becomes '?'.
+// than line ends and tabs; what is not becomes '?'. Whatever comes from afar
+// goes through this before anybody reads it.
 std::string printable(std::string_view text, size_t limit);
 
 }  // namespace torchbeast::wire

@@ -920,6 +920,13 @@ TEST(a_welcome_must_have_the_rows_of_a_rollout) {
   check_welcome(with_array(3, fake::array({"done", "yes"}, "bool")),
                 "says a {yes: *}, expected done bool[]");
   fake::WelcomeOptions options;
+  for (int i = 0; i < 100; ++i) {  // Not all of it is shown.
+    options.step_arrays.push_back(fake::array(
+        {"done", std::to_string(i) + std::string(200, 'x')}, "bool"));
+  }
+  options.step_arrays.erase(options.step_arrays.begin() + 3);
+  check_welcome(options, "x, expected done bool[]");
+  options = {};
   options.step_arrays.erase(options.step_arrays.begin(),
                             options.step_arrays.begin() + 2);
   check_welcome(options, "lack 'observation'");
@@ -1382,6 +1389,8 @@ TEST(options_are_checked) {
                make([](PoolOptions& o) { o.addresses.clear(); }));
   CHECK_THROWS(std::invalid_argument, "max_failures is 0",
                make([](PoolOptions& o) { o.max_failures = 0; }));
+  CHECK_THROWS(std::invalid_argument, "first_backoff_s is -1",
+               make([](PoolOptions& o) { o.first_backoff_s = -1; }));
   CHECK_THROWS(std::invalid_argument, "initial_agent_state is missing",
                make([](PoolOptions& o) { o.initial_agent_state = {}; }));
   CHECK_THROWS(std::invalid_argument,

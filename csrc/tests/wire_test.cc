@@ -184,6 +184,10 @@ TEST(malformed_fields_are_refused) {
   CHECK_THROWS(DecodeError, "empty key", read_array(fake::bytes(1, "")));
   CHECK_THROWS(DecodeError, "a key is not UTF-8",
                read_array(fake::array({"\xc0\x80"}, "bool")));
+  CHECK_THROWS(DecodeError, "the key '?[2J' is too long or has control",
+               read_array(fake::array({"\x1b[2J"}, "bool")));
+  CHECK_THROWS(DecodeError, "is too long or has control characters",
+               read_array(fake::array({std::string(257, 'k')}, "bool")));
   CHECK_THROWS(DecodeError, "field 5 has wire type 2, expected 0",
                read_welcome(fake::bytes(1, fake::bytes(5, "text"))));
   CHECK_THROWS(
@@ -259,6 +263,7 @@ TEST(layout_nests_arrays_by_their_paths) {
 TEST(text_from_afar_is_made_printable) {
   CHECK_EQ(wire::printable("a\tb\n\x1b[0m \xc3\xa9 \xff", 100),
            "a\tb\n?[0m \xc3\xa9 ?");
+  CHECK_EQ(wire::printable("\xc2\x9b\x32J \xc2\xa0", 100), "?2J \xc2\xa0");
   CHECK_EQ(wire::printable("\xc3\xa9\xc3\xa9", 3), "\xc3\xa9");
   CHECK(wire::is_utf8("\xf0\x9f\xa6\x81"));
   CHECK(!wire::is_utf8("\xed\xa0\x80"));      // A surrogate.
