@@ -14,6 +14,7 @@ a `WireError`, never a crash and never a large allocation.
 import ctypes
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -35,15 +36,23 @@ DTYPES = (
 MAX_ARRAYS = 4096
 MAX_DEPTH = 16  # Of spaces, and keys in a path.
 MAX_RANK = 16
-MAX_NBYTES = 2**28  # Of one array of one environment, and of a space's bounds.
-MAX_NUMBERS = 2**16  # Of a MultiDiscrete.
-MAX_MESSAGES = 2**17  # One in another: an object takes far more memory than its bytes.
+MAX_NBYTES = 2**28  # Of one array of one environment.
+# Of the lower bounds of all Boxes. A few bytes can say that these are large, and
+# Gymnasium then takes eight times as much memory for a moment.
+MAX_BOUNDS_NBYTES = 2**26
+MAX_VALUES = 2**20  # Fields and numbers of one message: they take Python time.
+MAX_NAME = 200  # Characters of an environment's name.
+MAX_ERROR = 1000  # Characters of an error's text, which may quote what came.
 
 M = TypeVar("M")
 
 
 class WireError(ValueError):
-    """A message is not what the protocol says it must be."""
+    """A message is not what the protocol says it must be. Its text is one line."""
+
+    def __init__(self, text: str):
+        shown = text[:MAX_ERROR]
+        super().__init__("".join(c if c.isprintable() else "?" for c in shown))
 
 
 # --------------------------------------------------------------------------- messages
@@ -273,28 +282,14 @@ def _varint(value: int) -> bytes:
 
 
 @dataclasses.dataclass
-class _Budget:
-    """What decoding one message may still take."""
+class _Left:
+    """What a message may still ask for."""
 
-    messages: int = MAX_MESSAGES
-    nbytes: int = MAX_NBYTES  # Of the bounds of all spaces.
-
-    def spend(self, where: str, *, messages: int = 0, nbytes: int = 0) -> None:
-        self.messages -= messages
-        self.nbytes -= nbytes
-        if self.messages < 0:
-            raise WireError(f"{where}: more than {MAX_MESSAGES} messages in it")
-        if self.nbytes < 0:
-            raise WireError(f"{where}: spaces of more than {MAX_NBYTES} bytes")
+    bounds_nbytes: int = MAX_BOUNDS_NBYTES
+    values: int = MAX_VALUES
 
 
-def decode(
-    cls: type[M],
-    data: bytes | memoryview,
-    *,
-    depth: int = 0,
-    budget: _Budget | None = None,
-) -> M:
+def decode(cls: type[M], data: bytes | memoryview) -> M:
     """Return the message of class `cls` that `data` holds.
 
     Fields that `cls` does not know are skipped: they are of a later version.
@@ -302,26 +297,30 @@ def decode(
     Raises:
       WireError: `data` is malformed; the message names the field.
     """
+    return _decode(cls, data, 0, _Left())
+
+
+def _decode(cls: type[M], data: bytes | memoryview, depth: int, left: _Left) -> M:
     if depth > 4 * MAX_DEPTH:  # A space in a space takes up to three messages.
         raise WireError(f"{cls.__name__}: nested too deeply")
-    budget = budget or _Budget()
-    budget.spend(cls.__name__, messages=1)
     fields = _fields(cls)  # type: ignore[arg-type]  # Classes are hashable.
     values: dict[str, Any] = {}
     for number, wire_type, raw in _parse(cls.__name__, memoryview(data)):
+        left.values -= 1
+        if left.values < 0:
+            raise WireError(f"{cls.__name__}: more than {MAX_VALUES} values in all")
         if number not in fields:
             continue
         name, kind, repeated = fields[number]
         where = f"{cls.__name__}.{name}"
         if repeated and kind in _VARINTS and wire_type == _LEN:
-            items = [_decode_scalar(kind, v) for v in _unpack(where, raw)]
+            numbers = itertools.islice(_unpack(where, raw), left.values + 1)
+            items = tuple(_decode_scalar(kind, v) for v in numbers)
+            left.values -= len(items) - 1
         else:
-            items = [_decode_value(where, kind, wire_type, raw, depth, budget)]
+            items = (_decode_value(where, kind, wire_type, raw, depth, left),)
         if repeated:
             values.setdefault(name, []).extend(items)
-            limit = MAX_NUMBERS if kind in _VARINTS else MAX_ARRAYS
-            if len(values[name]) > limit:
-                raise WireError(f"{where}: more than {limit}")
         elif name in values:
             raise WireError(f"{where} is there twice")
         else:
@@ -335,8 +334,6 @@ def decode(
         _check_array(message)
     if isinstance(message, Welcome):
         _check_welcome(message)
-    if isinstance(message, Box | MultiDiscrete | MultiBinary):
-        budget.spend(cls.__name__, nbytes=_bounds_nbytes(message))
     return message
 
 
@@ -390,8 +387,6 @@ def _read_varint(where: str, data: memoryview, position: int) -> tuple[int, int]
 
 
 def _unpack(where: str, data: memoryview) -> Iterator[int]:
-    if len(data) > 10 * MAX_NUMBERS:
-        raise WireError(f"{where}: more than {MAX_NUMBERS} numbers")
     position = 0
     while position < len(data):
         value, position = _read_varint(where, data, position)
@@ -399,7 +394,7 @@ def _unpack(where: str, data: memoryview) -> Iterator[int]:
 
 
 def _decode_value(
-    where: str, kind: Any, wire_type: int, raw: Any, depth: int, budget: _Budget
+    where: str, kind: Any, wire_type: int, raw: Any, depth: int, left: _Left
 ) -> Any:
     expected = _VARINT if kind in _VARINTS else _I64 if kind == "fixed64" else _LEN
     if wire_type != expected:
@@ -420,15 +415,14 @@ def _decode_value(
             raise WireError(f"{where}: expected UTF-8: {error}") from None
     if kind in _CONVERTED:
         conversion = _CONVERTED[kind]
-        message: Any = decode(conversion.message, raw, depth=depth + 1, budget=budget)
+        message: Any = _decode(conversion.message, raw, depth + 1, left)
         try:
-            return conversion.from_message(message)
+            return conversion.from_message(message, left)
         except WireError:
             raise
         except Exception as error:  # Gymnasium's assertions, numpy's refusals.
-            shown = f"{message}: " if len(raw) < 1000 else ""
-            raise WireError(f"{where}: {shown}{error}") from None
-    return decode(kind, raw, depth=depth + 1, budget=budget)
+            raise WireError(f"{where}: {message}: {error}") from None
+    return _decode(kind, raw, depth + 1, left)
 
 
 def _decode_scalar(kind: str, value: int) -> int:
@@ -458,19 +452,11 @@ def _check_shape(where: str, shape: Sequence[int], dtype: np.dtype) -> None:
         )
 
 
-def _bounds_nbytes(space: "Box | MultiDiscrete | MultiBinary") -> int:
-    """Return the size of an array that a space will hold; its shape is checked."""
-    name = space.dtype if isinstance(space, Box) else "int64"
-    if name not in DTYPES:
-        raise WireError(f"Box.dtype: {name!r:.80}")
-    dtype = np.dtype(name)
-    _check_shape(type(space).__name__, space.shape, dtype)
-    return math.prod(space.shape) * dtype.itemsize
-
-
 def _check_welcome(welcome: Welcome) -> None:
     for name in ("step_arrays", "action_arrays"):
         arrays = getattr(welcome, name)
+        if len(arrays) > MAX_ARRAYS:
+            raise WireError(f"Welcome.{name}: {len(arrays)}, at most {MAX_ARRAYS}")
         if len({array.path for array in arrays}) < len(arrays):
             raise WireError(f"Welcome.{name}: two of them have the same path")
     for name in ("num_envs", "num_streams", "frames_per_step"):
@@ -479,6 +465,11 @@ def _check_welcome(welcome: Welcome) -> None:
     for name in ("observation", "action"):
         if getattr(welcome, name) is None:
             raise WireError(f"Welcome.{name} is missing")
+    if len(welcome.env) > MAX_NAME or not welcome.env.isprintable():
+        raise WireError(
+            f"Welcome.env: expected at most {MAX_NAME} printable characters, got "
+            f"{welcome.env!r:.80}"
+        )
 
 
 def decode_welcome(data: bytes) -> Welcome:
@@ -501,7 +492,7 @@ def decode_welcome(data: bytes) -> Welcome:
 class _Conversion:
     message: type
     to_message: Callable[[Any], Any]
-    from_message: Callable[[Any], Any]
+    from_message: Callable[[Any, _Left], Any]
 
 
 def _key_message(key: str | int) -> Key:
@@ -556,20 +547,31 @@ def _one_or_all(bounds: np.ndarray, dtype: np.dtype) -> bytes:
     return first if data == first * bounds.size else data
 
 
-def _gym_space(message: Space) -> gym.Space:
+def _gym_space(message: Space, left: _Left) -> gym.Space:
     match message.value:
         case Box(dtype, shape, low, high):
+            if dtype not in DTYPES:
+                raise WireError(f"Box.dtype: {dtype!r:.80}")
             numbers = np.dtype(dtype)
+            _check_shape("Box", shape, numbers)
+            left.bounds_nbytes -= ArraySpec(shape, numbers).nbytes
+            if left.bounds_nbytes < 0:
+                raise WireError(
+                    f"Box.shape: {numbers}{list(shape)} and those before have more "
+                    f"than {MAX_BOUNDS_NBYTES} bytes"
+                )
             bounds = [_bounds(data, numbers, shape) for data in (low, high)]
             return gym.spaces.Box(bounds[0], bounds[1], shape, numbers.type)
         case Discrete(n, start):
             return gym.spaces.Discrete(n, start=start)
         case MultiDiscrete(shape, nvec, start):
+            _check_shape("MultiDiscrete", shape, np.dtype(np.int64))
             return gym.spaces.MultiDiscrete(
                 np.array(nvec, np.int64).reshape(shape),
                 start=np.array(start, np.int64).reshape(shape),
             )
         case MultiBinary(shape):
+            _check_shape("MultiBinary", shape, np.dtype(np.int8))
             return gym.spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
         case Dict(entries):
             keys = [entry.key for entry in entries]
@@ -590,7 +592,7 @@ def _bounds(data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 
 
 _CONVERTED = {
-    "key": _Conversion(Key, _key_message, lambda key: key.value),
+    "key": _Conversion(Key, _key_message, lambda key, left: key.value),
     "space": _Conversion(Space, space_message, _gym_space),
 }
 

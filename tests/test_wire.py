@@ -102,7 +102,7 @@ welcomes = st.builds(
     protocol=SCALARS["uint32"],
     version=SCALARS["string"],
     incarnation_id=SCALARS["bytes"],
-    env=SCALARS["string"],
+    env=st.text(st.characters(exclude_categories=["C", "Z"]), max_size=20),
     num_envs=st.integers(1, 2**32 - 1),
     num_streams=st.integers(1, 2**32 - 1),
     frames_per_step=st.integers(1, 2**32 - 1),
@@ -343,6 +343,26 @@ MALFORMED = {
         ),
         "more than",
     ),
+    "many large boxes": (
+        Welcome,
+        space(
+            field(
+                6,
+                field(
+                    1,
+                    field(
+                        1,
+                        field(1, b"int8")
+                        + field(2, b"\x80\x80\x80\x08")  # 2**24.
+                        + field(3, b"\0")
+                        + field(4, b"\1"),
+                    ),
+                )
+                * 5,
+            )
+        ),
+        "those before have more than",
+    ),
     "huge multi binary": (
         Welcome,
         space(field(4, field(1, b"\xff" * 4 + b"\x0f"))),
@@ -368,12 +388,32 @@ def test_malformed_messages_are_named(name):
         decode(cls, data)
 
 
+@pytest.mark.parametrize("data", [tag(15, 0) + b"\0", tag(1, 2) + b"\1\0"])
+def test_a_message_of_too_many_values_is_refused(data):
+    with pytest.raises(WireError, match="more than 1048576 values"):
+        decode(wire.MultiBinary, data * (wire.MAX_VALUES + 1))
+    packed = b"\0" * (wire.MAX_VALUES + 1)
+    head = tag(1, 2) + wire._varint(len(packed))
+    with pytest.raises(WireError, match="more than 1048576 values"):
+        decode(wire.MultiBinary, head + packed + data)
+
+
+def test_an_error_is_one_line_of_bounded_length():
+    wrong = [1] * 5000  # Not as many as the shape says.
+    with pytest.raises(WireError) as error:
+        decode(Welcome, space(field(3, field(1, b"\x03") + field(2, bytes(wrong)))))
+    assert len(str(error.value)) == wire.MAX_ERROR
+    assert str(WireError("a\n\x1b[2J")) == "a??[2J"
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
         (dict(num_envs=0), "num_envs: expected at least 1"),
         (dict(num_streams=0), "num_streams"),
         (dict(observation=None), "observation is missing"),
+        (dict(env="\x1b[2J"), r"Welcome.env: expected .* got '\\x1b\[2J'"),
+        (dict(env="x" * 201), "at most 200 printable characters"),
         (dict(step_arrays=WELCOME.action_arrays * 2), "the same path"),
         (dict(action_arrays=WELCOME.action_arrays * 4097), "action_arrays: more than"),
     ],
