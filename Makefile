@@ -13,8 +13,8 @@ TRAIN := --xpid 'train-{env}'
 QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 \
   --batch_size 16 --envs_per_actor 16 --learning_rate 0.001
 
-.PHONY: train quickstart test test-classic sanitize bench results-table wheel lint setup \
-  clean
+.PHONY: train quickstart test test-classic sanitize fuzz nemesis bench results-table \
+  wheel lint setup clean
 
 # PolyBeast on Atari Pong, unless ARGS names another environment. Goes on from its
 # checkpoint.
@@ -37,6 +37,15 @@ test-classic:
 sanitize: setup
 	$(MAKE) -j 2 -C csrc/tests SANITIZE=thread
 	$(MAKE) -j 2 -C csrc/tests SANITIZE=address
+
+# Everything that reads what strangers send: the C++ under AddressSanitizer and UBSan,
+# then the Python; each of five targets for so many seconds.
+FUZZ_S := 60
+fuzz: setup
+	$(MAKE) -C csrc/tests fuzz FUZZ_S=$(FUZZ_S)
+	for target in server welcome checkpoint; do \
+	  $(PY) -m tools.fuzz $$target --seconds $(FUZZ_S) || exit 1; \
+	done
 
 # How fast this commit is on this machine, beside the commits before; ten minutes.
 bench: setup

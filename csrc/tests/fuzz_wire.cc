@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The decoders of the learner: nothing but DecodeError and ActorError comes out
+// of them, and a message means the same however it is split.
+//
+// An input is: bytes per part (0: one part); the size of the first message, in
+// two bytes; that message; and a second one, which is read as what the first
+// one announces if that is a Welcome.
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "errors.h"
+#include "fake_servers.h"
+#include "fuzz.h"
+#include "rollout_spec.h"
+#include "wire.h"
+
+using namespace torchbeast;
+
+namespace {
+
+// Everything that a message says, as text, to compare.
+std::string text_of(const wire::Welcome& welcome) {
+  std::string text = welcome.version + "|" + welcome.incarnation_id + "|" +
+                     welcome.env + "|" + std::to_string(welcome.protocol) +
+                     "|" + std::to_string(welcome.num_envs) + "|" +
+                     std::to_string(welcome.num_streams) + "|" +
+                     std::to_string(welcome.frames_per_step);
+  for (const auto* specs : {&welcome.step_arrays, &welcome.action_arrays}) {
+    for (const wire::ArraySpec& spec : *specs) {
+      text += "|" + wire::describe(spec) + std::to_string(spec.nbytes);
+    }
+  }
+  return text;
+}
+
+std::optional<EnvSpec> spec_of(wire::Welcome welcome) {
+  static const auto buffers = BufferPool::create();
+  SpecOptions options;
+  options.initial_agent_state.structure = Structure::tuple({});
+  options.named_rows = true;
+  options.maximum_batch_size = 1000;
+  try {
+    EnvSpec spec =
+        make_env_spec("address", std::move(welcome), options, *buffers);
+    check_same(spec, spec.welcome);
+    return spec;
+  } catch (const ActorError& error) {
+    fuzz::require_printable(error.what());
+  } catch (const std::invalid_argument& error) {  // K is no part of a batch.
+    fuzz::require_printable(error.what());
+  }
+  return std::nullopt;
+}
+
+std::string text_of(const Segments& message, const wire::Step& step) {
+  std::string text = std::to_string(step.seq);
+  for (const wire::Piece& piece : step.arrays) {
+    const auto copy = std::make_unique<char[]>(piece.size);  // Not a byte more.
+    wire::copy(message, piece, copy.get());
+    text += "|" + std::string(copy.get(), piece.size);
+  }
+  return text;
+}
+
+// What the message says, or how it is refused. Leaves in `spec` what a Welcome
+// announces; a Step is read as `spec` says.
+std::string read(const Segments& message, std::optional<EnvSpec>& spec) {
+  try {
+    const auto [kind, body] = wire::open(message);
+    switch (kind) {
+      case wire::Kind::kWelcome: {
+        wire::Welcome welcome = wire::decode_welcome(message, body);
+        std::string text = text_of(welcome);
+        spec = spec_of(std::move(welcome));
+        return text;
+      }
+      case wire::Kind::kStep: {
+        if (!spec) return "";
+        static wire::Step step;  // Used again, as the pool does.
+        wire::decode_step(message, body, spec->welcome.step_arrays,
+                          static_cast<size_t>(spec->num_envs), &step);
+        return text_of(message, step);
+      }
+      case wire::Kind::kFailure: {
+        const wire::Failure failure = wire::decode_failure(message, body);
+        fuzz::require_printable(wire::printable(failure.text, 1000));
+        return failure.text + (failure.permanent ? "!" : ".");
+      }
+      case wire::Kind::kGoodbye:
+        return wire::decode_goodbye(message, body).reason;
+    }
+  } catch (const wire::DecodeError& error) {
+    fuzz::require_printable(error.what());
+    return error.what();
+  }
+  return "";
+}
+
+std::string two_messages(uint8_t chunk, const std::string& first,
+                         const std::string& second = "") {
+  return std::string{static_cast<char>(chunk), static_cast<char>(first.size()),
+                     static_cast<char>(first.size() >> 8)} +
+         first + second;
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
+  fake::WelcomeOptions nested;
+  nested.num_envs = 2;
+  nested.step_arrays[0] = fake::bytes(1, fake::bytes(1, "observation")) +
+                          fake::bytes(1, fake::number(2, 0)) +
+                          fake::bytes(2, "int64") + fake::number(3, 3);
+  nested.step_arrays[1] = fake::bytes(1, fake::bytes(1, "observation")) +
+                          fake::bytes(1, fake::number(2, 1)) +
+                          fake::bytes(2, "uint8") + fake::number(3, 5);
+  const std::string step = fake::step(0, 1, 0, 1, {0});
+  fuzz::write_seeds(
+      *argc, *argv,
+      {two_messages(0, fake::welcome({}), step),
+       two_messages(7, fake::welcome(nested), fake::step(0, 2, 0, 1, {0, 1})),
+       two_messages(1, fake::failure("why", true)),
+       two_messages(3, fake::goodbye("so long")),
+       two_messages(5, step + fake::number(100, 5) + fake::fixed64(102, 7))});
+  return 0;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  fuzz::Input input(data, size);
+  const size_t chunk = input.byte();
+  const std::string_view first = input.bytes(input.number());
+  const std::string_view second = input.bytes(size);
+  std::optional<EnvSpec> spec, spec_of_whole;
+  for (const std::string_view message : {first, second}) {
+    const size_t whole = std::max<size_t>(message.size(), 1);
+    const std::string text =
+        read(fuzz::segments_of(message, chunk ? chunk : whole), spec);
+    const std::string text_of_whole =
+        read(fuzz::segments_of(message, whole), spec_of_whole);
+    REQUIRE(text == text_of_whole, text + " and " + text_of_whole);
+  }
+  return 0;
+}

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fuzz what Python reads from strangers: messages, and checkpoints.
+
+    python -m tools.fuzz server --seconds 60
+    python -m tools.fuzz checkpoint --runs 10000 --seed 3
+    python -m tools.fuzz welcome crash-0a1b2c3d      # once, to see it again
+
+Whatever an input holds, the reader takes it or raises its own error, soon, with a text
+for people, and without taking much memory. The first input of which that is not true is
+written to a file. `pip install atheris` makes this guided by coverage; without it,
+changes to good inputs are tried blindly. csrc/tests has the same for C++.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+MAX_S = 5.0  # CPU time for one input.
+MAX_GROWTH_KB = 2**20  # Of this process, through any input.
+MAX_TEXT = 20_000  # Characters of an error.
+
+
+class Broken(Exception):
+    """A reader did not keep its promise. The text says in what."""
+
+
+# ---------------------------------------------------------------------------- targets
+#
+# Each is a class with `seeds`, good inputs, and `read`, which takes any.
+
+
+class Server:
+    """An environment server: Hello and Action, alone and in their envelope."""
+
+    def __init__(self) -> None:
+        from core import spaces, wire
+
+        nested = (spaces.ArraySpec((2,), wire.np.dtype("f4")),)
+        arrays = wire.arrays_of(
+            {"a": spaces.ArraySpec((), wire.np.dtype("i8")), "b": nested}
+        )
+        self.frame = wire.Frame(wire.Action, arrays, 3)
+        self.wire = wire
+        hello = wire.Hello(1, "0.1", "run", ("lives", "half"), 2**63, 3, 4)
+        action = wire.Action(5, (bytes(24), bytes(24)))
+        self.seeds = [
+            wire.encode(wire.ToServer(hello=hello)),
+            wire.encode(wire.ToServer(action=action)),
+            bytes(self.frame.encode(1)),
+            wire.encode(hello),
+        ]
+
+    def read(self, data: bytes) -> None:
+        for decode in (
+            lambda: self.wire.decode(self.wire.ToServer, data),
+            lambda: self.wire.decode(self.wire.Hello, data),
+            lambda: self.frame.decode_action(data),
+        ):
+            with _only(self.wire.WireError):
+                decode()
+
+
+class Welcome:
+    """A learner that asks a server what it serves."""
+
+    def __init__(self) -> None:
+        import gymnasium as gym
+
+        from core import wire
+
+        self.wire = wire
+        box = gym.spaces.Box(0, 255, (4, 84, 84), wire.np.uint8)
+        several = gym.spaces.Dict(
+            a=gym.spaces.Box(-1, 1, (2, 5), wire.np.float32),
+            b=gym.spaces.Tuple([gym.spaces.Discrete(7), gym.spaces.MultiBinary(5)]),
+            c=gym.spaces.MultiDiscrete([2, 3]),
+        )
+        arrays = (wire.Array(("observation", 0), "float32", (2, 5)),)
+        self.seeds = [
+            wire.encode(
+                wire.Welcome(
+                    1, "0.1", bytes(16), "Toy", 3, 1, 4, space, space, arrays, arrays
+                )
+            )
+            for space in (box, several)
+        ]
+
+    def read(self, data: bytes) -> None:
+        with _only(self.wire.WireError):
+            self.wire.decode_welcome(data)
+
+
+class Checkpoint:
+    """A folder of checkpoints, two of them good. The last one is of the input.
+
+    The first byte of an input says which file it replaces, and whether the manifest
+    is made to fit, as an attacker would.
+    """
+
+    FILES = ("manifest.json", "model.safetensors", "state.json")
+
+    def __init__(self) -> None:
+        import torch
+
+        from core import checkpoint
+
+        self.checkpoint = checkpoint
+        self.folder = Path(tempfile.mkdtemp(prefix="tb"))
+        for step in (1, 2):
+            checkpoint.save(
+                self.folder,
+                step=step,
+                tensors={"model": {"w": torch.ones(5, 3), "b": torch.zeros(3)}},
+                state={"step": step, "flags": {"env": "Toy", "lr": 0.1}, "x": [None]},
+            )
+        self.path = self.folder / "step-000000000002"
+        self.good = {name: (self.path / name).read_bytes() for name in self.FILES}
+        self.seeds = [
+            bytes([i | fits << 2]) + self.good[name]
+            for i, name in enumerate(self.FILES)
+            for fits in (0, 1)
+        ]
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def read(self, data: bytes) -> None:
+        code = data[0] if data else 0
+        files = dict(self.good)
+        files[self.FILES[code % 4 % 3]] = data[1:]
+        if code & 4:
+            records = {
+                name: self.checkpoint._record(files[name]) for name in self.FILES[1:]
+            }
+            files["manifest.json"] = self.checkpoint._manifest(2, records)
+        for name, content in files.items():
+            (self.path / name).write_bytes(content)
+        found = self.checkpoint.load(self.folder)
+        if found is None or found.step not in (1, 2):
+            raise Broken(f"loaded {found}, not one of the two checkpoints")
+        if (
+            found.step == 2
+            and files["model.safetensors"] != self.good["model.safetensors"]
+        ):
+            if not code & 4:
+                raise Broken("a changed file was not noticed")
+        for line in found.rejected:
+            _check_text(line)
+
+
+TARGETS = {"server": Server, "welcome": Welcome, "checkpoint": Checkpoint}
+# What is to be watched for coverage, before it is imported.
+MODULES = {
+    "server": "core.wire",
+    "welcome": "core.wire",
+    "checkpoint": "core.checkpoint",
+}
+
+
+@contextlib.contextmanager
+def _only(error: type[Exception]):
+    try:
+        yield
+    except error as refused:
+        _check_text(str(refused))
+
+
+def _check_text(text: str) -> None:
+    if not text.isprintable() or len(text) > MAX_TEXT:
+        raise Broken(f"an error of {len(text)} characters: {text!r:.300}")
+
+
+def within_bounds(read: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """Return `read` with limits of time and memory."""
+
+    def peak_kb() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    limit_kb = peak_kb() + MAX_GROWTH_KB
+
+    def bounded(data: bytes) -> None:
+        began = time.process_time()
+        read(data)
+        if time.process_time() - began > MAX_S:
+            raise Broken(f"it took {time.process_time() - began:.1f} s")
+        if peak_kb() > limit_kb:
+            raise Broken(f"this process has grown to {peak_kb()} KB")
+
+    return bounded
+
+
+# ----------------------------------------------------------------------------- inputs
+
+
+def change(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """Return `data` with a few changes, some of them taken from `other`."""
+    new = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4, 8))):
+        at = rng.randrange(len(new) + 1)
+        end = at + rng.randrange(17)
+        match rng.randrange(8):
+            case 0 if at < len(new):
+                new[at] ^= 1 << rng.randrange(8)
+            case 1 if at < len(new):
+                new[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            case 2 if at < len(new):  # A length, off by little.
+                new[at] = (new[at] + rng.randrange(-4, 5)) % 256
+            case 3:
+                del new[at:end]
+            case 4:
+                new[at:at] = new[at:end] * rng.choice((1, 1, 100))
+            case 5:
+                begin = rng.randrange(len(other) + 1)
+                new[at:] = other[begin:]
+            case 6:
+                new[at:at] = rng.randbytes(rng.randrange(9))
+            case 7:  # Around a power of two, as a varint.
+                value = max(0, (1 << rng.randrange(64)) + rng.randrange(-1, 2))
+                while value > 127:
+                    new.insert(at, value & 127 | 128)
+                    at, value = at + 1, value >> 7
+                new.insert(at, value)
+    return bytes(new[:10_000])
+
+
+def fuzz(target, flags: argparse.Namespace) -> int:
+    """Read changed seeds until it is enough; return how many."""
+    rng = random.Random(flags.seed)
+    read = within_bounds(target.read)
+    deadline = time.monotonic() + flags.seconds
+    runs = 0
+    while runs < flags.runs and time.monotonic() < deadline:
+        data = change(rng, rng.choice(target.seeds), rng.choice(target.seeds))
+        try:
+            read(data)
+        except BaseException:
+            path = f"crash-{hashlib.sha256(data).hexdigest()[:16]}"
+            Path(path).write_bytes(data)
+            print(
+                f"#{runs}: to see it again:\n"
+                f"  python -m tools.fuzz {flags.target} {path}",
+                file=sys.stderr,
+            )
+            raise
+        runs += 1
+    return runs
+
+
+def fuzz_with_atheris(target, flags: argparse.Namespace) -> None:
+    """The same, guided by coverage. Does not return."""
+    import atheris
+
+    corpus = tempfile.mkdtemp(prefix="tb")
+    for i, seed in enumerate(target.seeds):
+        Path(corpus, str(i)).write_bytes(seed)
+    limits = [f"-max_total_time={flags.seconds:.0f}", f"-seed={flags.seed}"]
+    atheris.Setup(
+        [sys.argv[0], *limits, f"-runs={flags.runs}", "-max_len=10000", corpus],
+        within_bounds(target.read),
+    )
+    atheris.Fuzz()
+
+
+def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fuzz",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("inputs", nargs="*", type=Path, help="read these files instead")
+    parser.add_argument("--runs", type=int, default=2**31 - 1, help="inputs, at most")
+    parser.add_argument("--seconds", type=float, default=60.0, help="at most")
+    parser.add_argument("--seed", type=int, default=1, help="of the inputs")
+    parser.add_argument(
+        "--blind", action="store_true", help="without atheris, even if it is there"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    flags = parse_flags(argv)
+    guided = not flags.blind and importlib.util.find_spec("atheris") is not None
+    if guided:
+        import atheris
+
+        with atheris.instrument_imports(include=[MODULES[flags.target]]):
+            importlib.import_module(MODULES[flags.target])
+    with contextlib.ExitStack() as stack:
+        target = TARGETS[flags.target]()
+        if isinstance(target, Checkpoint):
+            stack.callback(target.close)
+        if flags.inputs:
+            for path in flags.inputs:
+                within_bounds(target.read)(path.read_bytes())
+        elif guided:
+            fuzz_with_atheris(target, flags)
+        else:
+            print(f"#{fuzz(target, flags)} DONE", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
