@@ -415,57 +415,12 @@ def test_an_error_is_one_line_of_bounded_length():
         (dict(env="\x1b[2J"), r"Welcome.env: expected .* got '\\x1b\[2J'"),
         (dict(env="x" * 201), "at most 200 printable characters"),
         (dict(step_arrays=WELCOME.action_arrays * 2), "the same path"),
-        (dict(action_arrays=WELCOME.action_arrays * 4097), "action_arrays: more than"),
+        (dict(action_arrays=WELCOME.action_arrays * 4097), "4097, at most 4096"),
     ],
 )
 def test_a_welcome_that_makes_no_sense_is_refused(change, said):
     with pytest.raises(WireError, match=said):
         decode(Welcome, encode(dataclasses.replace(WELCOME, **change)))
-
-
-def many_tuples() -> bytes:
-    """A Welcome of few bytes with 300,000 spaces, one in another."""
-    empty = field(6, b"")
-    inner = field(6, field(1, empty) * 300)
-    return varfield(8, varfield(6, varfield(1, inner) * 1000))
-
-
-def varfield(number: int, data: bytes) -> bytes:
-    return tag(number, 2) + wire._varint(len(data)) + data
-
-
-def many_boxes() -> bytes:
-    """Boxes that make 256 MB only together."""
-    data = b""
-    for size in (2**20, 2**28 - 1):
-        shape = field(2, wire._varint(size))
-        box = field(1, b"int8") + shape + field(3, b"\0") + field(4, b"\1")
-        data += field(1, field(1, box))
-    return space(field(6, data))
-
-
-GREEDY = {
-    "spaces": (Welcome, many_tuples(), "more than 131072 messages"),
-    "bounds": (Welcome, many_boxes(), "spaces of more than 268435456 bytes"),
-    "keys": (Hello, field(4, b"k") * 4097, "Hello.info_keys: more than 4096"),
-    "numbers": (
-        Array,
-        tag(3, 2) + wire._varint(2**16 + 1) + b"\1" * (2**16 + 1),
-        "Array.shape: more than 65536",
-    ),
-    "many numbers": (
-        Array,
-        tag(3, 2) + wire._varint(2**24) + b"\1" * 2**24,
-        "more than 65536 numbers",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", GREEDY)
-def test_small_messages_cannot_take_much_memory(name):
-    cls, data, said = GREEDY[name]
-    with pytest.raises(WireError, match=said):
-        decode(cls, data)
 
 
 def test_another_protocol_is_said_before_anything_else():
