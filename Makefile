@@ -13,8 +13,8 @@ TRAIN := --xpid 'train-{env}'
 QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 \
   --batch_size 16 --envs_per_actor 16 --learning_rate 0.001
 
-.PHONY: train quickstart test test-classic sanitize fuzz nemesis bench results-table \
-  wheel lint setup clean
+.PHONY: train quickstart test test-classic sanitize fuzz nemesis nemesis-short bench \
+  results-table wheel lint setup clean
 
 # PolyBeast on Atari Pong, unless ARGS names another environment. Goes on from its
 # checkpoint.
@@ -46,6 +46,14 @@ fuzz: setup
 	for target in server welcome checkpoint; do \
 	  $(PY) -m tools.fuzz $$target --seconds $(FUZZ_S) || exit 1; \
 	done
+
+# Breaks runs on purpose and measures the damage, for two and a half hours; CI's short
+# form: make nemesis-short.
+nemesis: setup
+	$(PY) -m tools.nemesis --all --out results/reliability $(ARGS)
+
+nemesis-short: setup
+	$(PY) -m tools.nemesis --short $(ARGS)
 
 # How fast this commit is on this machine, beside the commits before; ten minutes.
 bench: setup
