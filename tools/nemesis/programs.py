@@ -133,11 +133,20 @@ class Program:
         processes = [f"process {pid} {_command(pid)}" for pid in self.family()]
         files = [
             path
-            for path in self.temporary.rglob("*")
+            for path in _everything_in(self.temporary)
             if not path.relative_to(self.temporary).parts[0].startswith("torchinductor")
         ]
-        files += [p for p in self.run_dir.parent.rglob(".*") if ".tmp-" in p.name]
+        files += [p for p in _everything_in(self.run_dir.parent) if ".tmp-" in p.name]
         return processes + [str(p.relative_to(self.temporary.parent)) for p in files]
+
+
+def _everything_in(folder: Path) -> list[Path]:
+    # Unlike rglob, this may meet folders that are being removed.
+    return [
+        Path(parent, name)
+        for parent, folders, files in os.walk(folder)
+        for name in [*folders, *files]
+    ]
 
 
 def _command(pid: int) -> str:
