@@ -17,7 +17,8 @@ together, and the ratio of the rates; medians of `--repeats`. Raw figures: `--ou
 
 With --scale: the data path alone, from 16 environments in one server process to 4,096
 in 64, 16 to a stream, and what a step costs the learner's process; rollouts of 5 steps,
-so that 4,096 environments need 2 GB of them.
+so that 4,096 environments need 2 GB of them. To touch this memory for the first time
+costs more than the steps: measured is what comes after.
 
 With --tls: the data path over TCP on this machine, plain and encrypted in turns. Needs
 the package cryptography.
@@ -49,6 +50,7 @@ from core.supervise import num_cores
 ROOT = Path(__file__).parent.parent
 T, B = 20, 64
 WARM_UP_S = 1.5
+WARM_UP_ROLLOUTS = 5  # By then all memory for rollouts has been touched once.
 MAX_ENVS = 512  # More take GB of rollouts.
 SCALE = ((1, 1), (4, 1), (16, 1), (64, 1), (64, 4))  # Servers, streams of each.
 SCALE_K, SCALE_T = 16, 5
@@ -120,12 +122,12 @@ def serve_echo(address: str, K: int, streams: int, tls_dir: None) -> None:
 
 
 def learn(
-    addresses: str, streams: int, seconds: float, T: int, tls_dir: str | None
+    addresses: str, K: int, streams: int, seconds: float, T: int, tls_dir: str | None
 ) -> None:
     """Run the learner's data path; print steps, wall and CPU seconds.
 
     Args:
-      addresses: a comma list of servers, with `streams` each.
+      addresses: a comma list of servers, with `streams` each of `K` environments.
     """
     import torch
 
@@ -169,9 +171,10 @@ def learn(
     threads = [threading.Thread(target=f) for f in (act, consume, actors.run)]
     for thread in threads:
         thread.start()
-    while actors.stats()["connected"] < streams * len(addresses.split(",")):
+    num_streams = streams * len(addresses.split(","))
+    while actors.stats()["connected"] < num_streams:
         time.sleep(0.01)
-    while actors.count() == 0:
+    while actors.count() < WARM_UP_ROLLOUTS * T * max(num_streams * K, B):
         time.sleep(0.01)
     time.sleep(WARM_UP_S)
     print("begin", flush=True)
@@ -228,7 +231,7 @@ def measure(
             time.sleep(0.01)
         if what == "data path":
             command = [sys.executable, "-m", "benchmarks.transport", "--run", "learn"]
-            command += [",".join(addresses), str(streams), str(seconds), str(T)]
+            command += [",".join(addresses), str(K), str(streams), str(seconds), str(T)]
             command += [str(ours)]
         else:
             command = [str(echo_client), str(seconds), str(streams), *addresses]
@@ -388,7 +391,10 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         kind, *args = sys.argv[2:]
         if kind == "learn":
-            learn(args[0], int(args[1]), float(args[2]), int(args[3]), args[4] or None)
+            K, streams, seconds, T = args[1:5]
+            learn(
+                args[0], int(K), int(streams), float(seconds), int(T), args[5] or None
+            )
         else:
             run = serve if kind == "serve" else serve_echo
             run(args[0], int(args[1]), int(args[2]), args[3] or None)
