@@ -462,14 +462,14 @@ def _check_welcome(welcome: Welcome) -> None:
     for name in ("num_envs", "num_streams", "frames_per_step"):
         if getattr(welcome, name) < 1:
             raise WireError(f"Welcome.{name}: expected at least 1, got 0")
-    for name in ("observation", "action"):
-        if getattr(welcome, name) is None:
-            raise WireError(f"Welcome.{name} is missing")
     if len(welcome.env) > MAX_NAME or not welcome.env.isprintable():
         raise WireError(
             f"Welcome.env: expected at most {MAX_NAME} printable characters, got "
             f"{welcome.env!r:.80}"
         )
+    for name in ("observation", "action"):
+        if getattr(welcome, name) is None:
+            raise WireError(f"Welcome.{name} is missing")
 
 
 def decode_welcome(data: bytes) -> Welcome:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The corpus of tests/hostile.py against a real environment server and learner."""
+
+import re
+import tempfile
+
+import pytest
+
+grpc = pytest.importorskip("grpc", reason="pip install grpcio")
+from tests import hostile  # noqa: E402
+from tests.env_client import EnvClient  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """A folder with a short name: the path of a unix socket holds about 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tb") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def victim(folder):
+    victim = hostile.Victim(folder)
+    yield victim
+    victim.close()
+
+
+@pytest.fixture(scope="module")
+def learner():
+    pytest.importorskip("libtorchbeast._C", reason="the extension is not compiled")
+    learner = hostile.Learner()
+    yield learner
+    learner.close()
+
+
+@pytest.fixture(scope="module")
+def evil(folder):
+    evil = hostile.EvilServer(f"unix:{folder}/e")
+    yield evil
+    evil.stop()
+
+
+@pytest.mark.parametrize("name", hostile.TO_SERVER)
+def test_a_hostile_learner_costs_its_own_stream_only(victim, name):
+    hostile.server_survives(victim, hostile.TO_SERVER[name])
+
+
+def test_what_a_server_logs_of_its_attackers_is_printable(victim):
+    hello = dict(run_id=hostile.ESCAPES, version=hostile.ESCAPES)
+    with EnvClient(victim.address, **hello):
+        text = victim.output.read_text()
+    assert r"run '\x1b[2J" in text  # It was logged before the Welcome.
+    assert hostile.is_printable(text)
+
+
+@pytest.mark.parametrize("name", hostile.TO_LEARNER)
+def test_a_hostile_server_costs_its_own_stream_only(victim, evil, learner, name):
+    hostile.learner_survives(learner, victim, evil, hostile.TO_LEARNER[name])
+
+
+@pytest.mark.parametrize("name", hostile.TO_DESCRIBE)
+def test_a_hostile_description_is_refused(evil, learner, name):
+    hostile.description_is_refused(learner, evil, *hostile.TO_DESCRIBE[name])
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "UNKNOWN"])
+def test_a_refusal_to_describe_is_printable(evil, learner, code):
+    evil.status = grpc.StatusCode[code], hostile.NOT_UTF8
+    error = learner(describe=evil.address)["error"]
+    assert re.search(code + r": \?\[2J\?\?", error) and hostile.is_printable(error)

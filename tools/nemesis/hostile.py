@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hostile messages against a server and a learner, then random ones.
+
+The corpus of tests/hostile.py is played in both directions, each time beside an honest
+peer. Then everything that reads what strangers send is fuzzed: the C++ under
+AddressSanitizer and UBSan, and the Python (tools/fuzz.py), a minute each in turn until
+there are --executions; or once, for --seconds in all.
+
+Deaths, sanitizer reports, wrong answers: none of any.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tests import hostile
+from tools.nemesis.result import REPOSITORY, Result
+
+TURN_S = 60.0
+FUZZERS = REPOSITORY / "csrc" / "tests"
+# Each target, and the words that start it with a limit of seconds and a seed.
+TARGETS: dict[str, Callable[[float, int], list[str]]] = {
+    **{
+        name: lambda seconds, seed, name=name: [
+            *(str(FUZZERS / "build" / "fuzz" / name), f"-seed={seed}"),
+            f"-max_total_time={seconds}",
+            str(FUZZERS / "build" / "fuzz" / f"{name}.corpus"),
+        ]
+        for name in ("fuzz_wire", "fuzz_pool")
+    },
+    **{
+        name: lambda seconds, seed, name=name: [
+            *(sys.executable, "-m", "tools.fuzz", name, f"--seed={seed}"),
+            f"--seconds={seconds}",
+        ]
+        for name in ("server", "welcome", "checkpoint")
+    },
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--executions", type=int, default=10**6, help="of all fuzzers together"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="fuzz for so long in all, whatever it makes"
+    )
+
+
+def measure(flags: argparse.Namespace) -> Result:
+    cases, wrong, deaths = play_corpus()
+    executions: Counter[str] = Counter()
+    edges: dict[str, int] = {}
+    reports = []
+    subprocess.run(
+        ["make", "-j2", "-C", FUZZERS, "fuzzers"], check=True, stdout=sys.stderr
+    )
+    turn_s = flags.seconds / len(TARGETS) if flags.seconds else TURN_S
+    for seed in range(1, 1000):
+        for name, command in TARGETS.items():
+            runs, covered, report = fuzz(name, command(turn_s, seed))
+            executions[name] += runs
+            edges |= covered
+            reports += report
+        if reports or flags.seconds or executions.total() >= flags.executions:
+            break
+    found = Result(
+        injected={**cases, "executions": executions.total()},
+        asked={
+            "messages to servers": len(hostile.TO_SERVER),
+            "messages to learners": len(hostile.TO_LEARNER),
+            "descriptions": len(hostile.TO_DESCRIBE),
+            "executions": 1 if flags.seconds else flags.executions,
+        },
+        figures={
+            "deaths": deaths,
+            "sanitizer_reports": len(reports),
+            "executions": dict(executions),
+            "edges": edges,
+        },
+    )
+    found.require(deaths == 0, f"{deaths} processes died")
+    for what in (*wrong, *reports):
+        found.require(False, what)
+    return found
+
+
+def play_corpus() -> tuple[Counter[str], list[str], int]:
+    """Return how many cases of each kind were played, what went wrong, and deaths."""
+    played: Counter[str] = Counter()
+    wrong = []
+    with tempfile.TemporaryDirectory(prefix="tb") as folder:
+        victim, learner = hostile.Victim(folder), hostile.Learner()
+        evil = hostile.EvilServer(f"unix:{folder}/e")
+
+        def check(kind: str, name: str, function: Callable[..., None], *args: Any):
+            try:
+                function(*args)
+            except Exception as error:  # Of whatever kind: this case failed.
+                wrong.append(f"{kind}, {name}: {type(error).__name__}: {error!s:.500}")
+            played[kind] += 1
+
+        try:
+            for name, attack in hostile.TO_SERVER.items():
+                function = hostile.server_survives
+                check("messages to servers", name, function, victim, attack)
+            for name, case in hostile.TO_LEARNER.items():
+                args = (learner, victim, evil, case)
+                check("messages to learners", name, hostile.learner_survives, *args)
+            for name, (description, said) in hostile.TO_DESCRIBE.items():
+                args = (learner, evil, description, said)
+                check("descriptions", name, hostile.description_is_refused, *args)
+            processes = (victim.process, learner.process)
+            deaths = sum(process.poll() is not None for process in processes)
+        finally:
+            victim.close()
+            learner.close()
+            evil.stop()
+    return played, wrong, deaths
+
+
+def fuzz(name: str, command: list[str]) -> tuple[int, dict[str, int], list[str]]:
+    """Return executions, edges covered (if known), and what was found, if anything."""
+    if command[-1].endswith(".corpus"):
+        subprocess.run(["mkdir", "-p", command[-1]], check=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True)
+    text = done.stderr.decode(errors="replace")
+    runs = max((int(n) for n in re.findall(r"^#(\d+)", text, re.MULTILINE)), default=0)
+    covered = re.findall(r"cov: (\d+)", text)
+    if done.returncode != 0:
+        return runs, {}, [f"{name}: status {done.returncode}: {text[-2000:]}"]
+    return runs, {name: int(covered[-1])} if covered else {}, []
