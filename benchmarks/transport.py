@@ -317,7 +317,7 @@ def compile_echo_client(folder: str) -> Path:
         check=True,
     ).stdout.split()
     sources = [ROOT / "benchmarks/echo_client.cc", ROOT / "csrc/transport_grpc.cc"]
-    sources += [ROOT / "csrc/array.cc"]
+    sources += [ROOT / "csrc/array.cc", ROOT / "csrc/wire.cc"]
     subprocess.run(
         ["c++", "-std=c++20", "-O2", *sources, "-o", program, *flags], check=True
     )
