@@ -768,7 +768,7 @@ class Actors:
         if self._flags.start_method == "fork" and threading.active_count() > 1:
             context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        slot.process = context.Process(
+        process = context.Process(
             target=act,
             args=(
                 self._flags,
@@ -783,7 +783,22 @@ class Actors:
         )
         self._incarnation += 1
         self._clock[slot.actor_id] = 0.0
-        slot.process.start()
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            # Most likely the fork server has died; soon there will be another.
+            wait_s = slot.budget.died()
+            if wait_s is None:
+                raise
+            slot.restart_at = time.monotonic() + wait_s
+            log.warning(
+                "Actor %d could not be started (%r); trying again in %.1f s",
+                slot.actor_id,
+                error,
+                wait_s,
+            )
+            return
+        slot.process = process
         theirs.close()  # Or we would not see the actor's end of it close.
         slot.restart_at = slot.dumped_at = slot.reason = None
         with self._changed:

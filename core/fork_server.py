@@ -9,7 +9,6 @@ any kill, the socket's folder. Here the kernel tells the fork server (Linux only
 ends its children with it: they asked for that (`core.supervise.exit_with_parent`).
 """
 
-import atexit
 import ctypes
 import os
 import re
@@ -26,30 +25,26 @@ _COMMAND = re.compile(r"from multiprocessing\.forkserver .*main\((\d+), (\d+), "
 
 def end_with_program(listener: int, alive: int) -> None:
     """End this fork server, and remove its socket, when its parent's end comes."""
-    server, parent = os.getpid(), os.getppid()
     with socket.socket(fileno=os.dup(listener)) as duplicate:
         folder = os.path.dirname(duplicate.getsockname())
 
-    def has_ended() -> bool:
-        return os.getppid() != parent or bool(select.select([alive], [], [], 0)[0])
+    def end(*_: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
 
-    def clean_up() -> None:
-        # A program that lives will start another fork server, in the same folder.
-        if os.getpid() == server and has_ended():
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def restore_in_child() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    atexit.register(clean_up)
-    os.register_at_fork(after_in_child=restore_in_child)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
-    if has_ended():  # Before that.
-        sys.exit()
+    # A signal that nobody else sends: a program that lives would miss the folder. It
+    # comes again with the end of each of the program's threads.
+    parent_ends = signal.SIGRTMIN
+    signal.signal(parent_ends, end)
+    os.register_at_fork(
+        after_in_child=lambda: signal.signal(parent_ends, signal.SIG_DFL)
+    )
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(parent_ends))
+    if select.select([alive], [], [], 0)[0]:  # It ended before that.
+        end()
 
 
-if match := _COMMAND.search(sys.orig_argv[-1]):  # And not in any other process.
+# Not in any other process that imports this.
+if sys.platform == "linux" and (match := _COMMAND.search(sys.orig_argv[-1])):
     end_with_program(*map(int, match.groups()))
