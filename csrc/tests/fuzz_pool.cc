@@ -17,6 +17,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -35,7 +37,9 @@ using namespace torchbeast;
 
 namespace {
 
-constexpr size_t kMaxStepBytes = 4096;  // Larger ones only take time.
+// More only takes time.
+constexpr size_t kMaxStepBytes = 4096;
+constexpr int kMaxActs = 40;
 
 // The present stream of an actor, seen from its server.
 struct Link {
@@ -86,6 +90,24 @@ class EvilTransport final : public Transport {
     return with(stream, [](Link&) {});
   }
 
+  // Tells those that wait().
+  void notify() {
+    std::lock_guard lock(mu_);
+    ++num_changes_;
+    changed_.notify_all();
+  }
+  int64_t num_changes() {
+    std::lock_guard lock(mu_);
+    return num_changes_;
+  }
+  // Waits until a stream begins or run() ends: not long, as the pool may also
+  // come to rest without either.
+  void wait(int64_t num_changes) {
+    std::unique_lock lock(mu_);
+    changed_.wait_for(lock, std::chrono::milliseconds(1),
+                      [&] { return num_changes_ != num_changes; });
+  }
+
   void close(size_t stream, const std::string& why, bool transient) {
     with(stream, [&](Link& link) {
       link.ended = true;
@@ -99,8 +121,11 @@ class EvilTransport final : public Transport {
     EvilStream(EvilTransport& transport, std::shared_ptr<Link> link)
         : transport_(transport), link_(std::move(link)) {}
     void start(std::string) override {
-      std::lock_guard lock(transport_.mu_);
-      link_->started = true;
+      {
+        std::lock_guard lock(transport_.mu_);
+        link_->started = true;
+      }
+      transport_.notify();
     }
     void send(std::string message) override {
       link_->next_seq =
@@ -121,6 +146,8 @@ class EvilTransport final : public Transport {
   std::mutex events_mu_;  // Before mu_. Held during events.
   std::mutex mu_;
   std::vector<std::shared_ptr<Link>> links_;  // Guarded by mu_; `started` too.
+  std::condition_variable changed_;
+  int64_t num_changes_ = 0;  // Guarded by mu_.
 };
 
 bool is_balanced(const PoolStats& stats) {
@@ -168,7 +195,7 @@ class Game {
   void play() {
     std::thread runner([this] { run(); });
     settle();
-    while (!input_.empty() && !has_ended()) {
+    for (int n = 0; n < kMaxActs && !input_.empty() && !has_ended(); ++n) {
       act();
       settle();
       check();
@@ -198,6 +225,7 @@ class Game {
       REQUIRE(false, error.what());
     }
     ended_ = true;
+    transport_->notify();
   }
 
   bool has_ended() const { return ended_; }
@@ -370,6 +398,7 @@ class Game {
   // while no Welcome has been accepted: only one stream may begin then.
   void settle() {
     while (!has_ended()) {
+      const int64_t num_changes = transport_->num_changes();
       const PoolStats stats = pool_->stats();
       bool any_open = false;
       bool busy = stats.waiting_for_room > 0 && queue_->has_room();
@@ -390,7 +419,7 @@ class Game {
       }
       busy |= asked > batcher_->size();  // It is about to ask.
       if (!busy && (!any_waiting || (any_open && stats.connects == 0))) return;
-      std::this_thread::yield();
+      transport_->wait(num_changes);
     }
   }
 
