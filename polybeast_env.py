@@ -238,6 +238,7 @@ class ServerSlot:
     process: Any = None  # None while it waits for `restart_at`.
     pipe: connection.Connection | None = None  # What it has to say.
     is_listening: bool = False
+    has_listened: bool = False  # Ever: the socket's file is ours.
     restart_at: float | None = 0.0
     dumped_at: float | None = None  # When a hung one was asked for its stacks.
     reason: str | None = None  # What a dying one said last.
@@ -321,7 +322,7 @@ class Servers:
         if kind == "config":
             raise ConfigError(text)
         if kind == "listening":
-            slot.is_listening = True
+            slot.is_listening = slot.has_listened = True
             slot.address = text  # With the port that port 0 has become.
         else:
             slot.reason = text
@@ -386,7 +387,9 @@ class Servers:
         for process in processes:
             process.join()
         for slot in self.slots:
-            if slot.address.startswith("unix:") and slot.is_listening:
+            # A server that was killed may not have said yet that it listens.
+            is_ours = slot.has_listened or self._flags.remove_folder
+            if slot.address.startswith("unix:") and is_ours:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(slot.address.removeprefix("unix:"))
         if self._flags.remove_folder:

@@ -1119,6 +1119,20 @@ def test_an_address_in_use_is_exit_78(start, serve, folder):
     assert first.wait() == Exit.DONE
 
 
+def test_sockets_of_servers_that_could_not_say_they_listen_are_removed(folder):
+    sockets = Path(folder, "sockets")
+    argv = ["--env", "Catch", "--pipes_basename", f"unix:{sockets}/s"]
+    for more, left in ([], True), (["--remove_folder"], False):
+        sockets.mkdir(exist_ok=True)
+        (sockets / "s.0").touch()  # Without the flag it may be somebody else's.
+        flags = polybeast_env.parse_flags([*argv, *more])
+        with polybeast_env.Servers(
+            flags, [f"unix:{sockets}/s.0"], supervise.StopSignal()
+        ):
+            pass
+        assert sockets.exists() == left
+
+
 def test_sockets_of_a_killed_program_are_taken_over(start, folder):
     first = start(*COUNTING)
     first.wait_for_text("Serving")
