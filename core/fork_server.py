@@ -9,11 +9,11 @@ any kill, the socket's folder. Here the kernel tells the fork server (Linux only
 ends its children with it: they asked for that (`core.supervise.exit_with_parent`).
 """
 
+import contextlib
 import ctypes
 import os
 import re
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -26,10 +26,13 @@ _COMMAND = re.compile(r"from multiprocessing\.forkserver .*main\((\d+), (\d+), "
 def end_with_program(listener: int, alive: int) -> None:
     """End this fork server, and remove its socket, when its parent's end comes."""
     with socket.socket(fileno=os.dup(listener)) as duplicate:
-        folder = os.path.dirname(duplicate.getsockname())
+        path = duplicate.getsockname()
 
     def end(*_: object) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        # The folder may be that of a process above the program, and in use.
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+            os.rmdir(os.path.dirname(path))
         os._exit(0)
 
     # A signal that nobody else sends: a program that lives would miss the folder. It
