@@ -58,7 +58,8 @@ class EvilTransport final : public Transport {
 
   // The address of stream i is i.
   std::shared_ptr<Stream> connect(const std::string& address,
-                                  StreamEvents* events) override {
+                                  StreamEvents* events,
+                                  size_t /*max_message_bytes*/) override {
     auto link = std::make_shared<Link>();
     link->events = events;
     std::lock_guard lock(mu_);

@@ -37,7 +37,7 @@ std::string text_of(const wire::Welcome& welcome) {
   return text;
 }
 
-std::optional<EnvSpec> spec_of(wire::Welcome welcome) {
+std::optional<EnvSpec> spec_of(wire::Welcome welcome, size_t nbytes) {
   static const auto buffers = BufferPool::create();
   SpecOptions options;
   options.initial_agent_state.structure = Structure::tuple({});
@@ -45,7 +45,7 @@ std::optional<EnvSpec> spec_of(wire::Welcome welcome) {
   options.maximum_batch_size = 1000;
   try {
     EnvSpec spec =
-        make_env_spec("address", std::move(welcome), options, *buffers);
+        make_env_spec("address", std::move(welcome), nbytes, options, *buffers);
     check_same(spec, spec.welcome);
     return spec;
   } catch (const ActorError& error) {
@@ -75,7 +75,7 @@ std::string read(const Segments& message, std::optional<EnvSpec>& spec) {
       case wire::Kind::kWelcome: {
         wire::Welcome welcome = wire::decode_welcome(message, body);
         std::string text = text_of(welcome);
-        spec = spec_of(std::move(welcome));
+        spec = spec_of(std::move(welcome), message.size());
         return text;
       }
       case wire::Kind::kStep: {
