@@ -1146,8 +1146,8 @@ void ActorPool::Impl::count_failure_locked(Actor& actor, const std::string& why,
                                            bool permanent) {
   ++failures_;
   ++actor.failures;
-  const int limit =
-      options_.max_failures * (actor.has_finished ? kPatience : 1);
+  const int64_t limit =
+      int64_t{options_.max_failures} * (actor.has_finished ? kPatience : 1);
   const std::string where = where_locked(actor) + ": ";
   note_locked(where + why);
   if (permanent) {

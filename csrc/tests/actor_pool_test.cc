@@ -3,6 +3,7 @@
 #include "actor_pool.h"
 
 #include <future>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <random>
@@ -757,9 +758,11 @@ TEST(failures_in_a_row_end_the_run) {
   CHECK_EQ(rig.pool->stats().discarded, 3 * (kT - 2));
 }
 
-TEST(a_finished_rollout_forgives_failures) {
+namespace {
+
+void check_forgives(int max_failures) {
   RigOptions options;
-  options.max_failures = 2;
+  options.max_failures = max_failures;
   Rig rig(options);
   rig.start();
   for (int i = 0; i < 4; ++i) {
@@ -770,6 +773,14 @@ TEST(a_finished_rollout_forgives_failures) {
   }
   Player player(rig.network->accept());
   CHECK_EQ(rig.pool->stats().failures, 4);
+}
+
+}  // namespace
+
+TEST(a_finished_rollout_forgives_failures) { check_forgives(2); }
+
+TEST(failures_may_be_without_limit) {
+  check_forgives(std::numeric_limits<int>::max());
 }
 
 TEST(a_stream_that_has_worked_may_fail_four_times_as_often) {
