@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("name a FIGURE, or give --all or --short")
     if flags.figure is not None:
         words = sys.argv[1:] if argv is None else list(argv)
+        words = words[words.index(flags.figure) :]  # Without --out.
         return 0 if measure(flags, words) else 1
     forms = FIGURES if flags.short else dict.fromkeys(FIGURES, [])
     where = [] if flags.out is None else ["--out", str(flags.out)]
