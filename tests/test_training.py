@@ -612,12 +612,12 @@ def test_a_log_that_hangs_stops_neither_training_nor_checkpoints(start, tmp_path
 
 
 def stuck_learner_env():
-    """Catch in a process whose learner thread hangs in its second update."""
+    """Catch in a process whose learner thread hangs once there is a checkpoint."""
     monobeast.LEARNER_JOIN_S = run.TICK_LOCK_S = run.END_LOCK_S = 0.1
     learn = monobeast.learn
 
     def hang_with_the_lock(flags, learner, *args):
-        if learner.updates == 1:
+        if checkpoints(Path(flags.savedir) / flags.xpid):
             with learner.lock:
                 os.write(2, b"about to hang\n")
                 time.sleep(1e6)
@@ -632,7 +632,6 @@ def test_a_learner_that_hangs_with_the_lock_does_not_hold_up_the_end(start, tmp_
     flags = ["--env", env, "--xpid", "x", "--num_learner_threads", 1]
     program = start(*ASYNC, *flags, "--checkpoint_interval_s", 0.1)
     program.wait_for_text("about to hang")
-    program.wait_for(lambda: checkpoints(tmp_path / "runs" / "x"))
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait() == 70, program.text()
     text = program.text()
@@ -640,7 +639,7 @@ def test_a_learner_that_hangs_with_the_lock_does_not_hold_up_the_end(start, tmp_
     assert "in hang_with_the_lock" in text  # Its stack.
     assert "No checkpoint of the end: an update has not ended within" in text
     assert text.splitlines()[-1].startswith("core.supervise.StallError: an update has")
-    assert load(tmp_path / "runs" / "x").step <= BATCH  # The last one before that.
+    load(tmp_path / "runs" / "x")  # One from before that.
 
 
 @pytest.mark.parametrize("env", ["make_hanging", "make_hanging_in_c"])
