@@ -62,6 +62,7 @@ from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
     Exit,
+    HangWatch,
     RestartBudget,
     StopSignal,
     Watchdog,
@@ -83,7 +84,6 @@ LEARNER_JOIN_S = 30.0  # An update of the largest batch on one core, with room.
 # environments and its agent took.
 FULL = struct.Struct("<cIdd")
 ACTOR_EXIT_S = 1.0  # For an environment's close(); then the actor is killed.
-DUMP_S = 0.5  # For a hung actor to show its stack; then it is killed.
 
 
 # ---------------------------------------------------------------------------- flags
@@ -703,7 +703,7 @@ class ActorSlot:
     held: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     last_served: int = 0  # When it was last handed a buffer, as a running number.
     restart_at: float | None = 0.0  # Monotonic seconds; None while it runs.
-    dumped_at: float | None = None  # When a hung one was asked for its stack.
+    hang: HangWatch = dataclasses.field(default_factory=HangWatch)
     reason: str | None = None  # Of its death, if more is known than the exit status.
 
 
@@ -800,7 +800,7 @@ class Actors:
             return
         slot.process = process
         theirs.close()  # Or we would not see the actor's end of it close.
-        slot.restart_at = slot.dumped_at = slot.reason = None
+        slot.restart_at = slot.reason = None
         with self._changed:
             slot.pipe = ours
             self._hand_out()
@@ -848,22 +848,13 @@ class Actors:
         """Kill an actor in which a step takes too long."""
         if slot.process is None:
             return
-        limit_s, now = self._flags.env_step_timeout_s, time.monotonic()
-        since = self._clock[slot.actor_id]
-        if since == 0 or now - since <= limit_s:
-            slot.dumped_at = None
-        elif slot.dumped_at is None:
-            slot.dumped_at = now
-            log.warning(
-                "Actor %d hangs: a step has taken %g s (--env_step_timeout_s); its "
-                "stack follows",
-                slot.actor_id,
-                limit_s,
-            )
-            os.kill(slot.process.pid, signal.SIGUSR1)  # faulthandler, with any GIL.
-        elif now - slot.dumped_at > DUMP_S:
-            slot.reason = f"killed: a step had taken {now - since:.1f} s"
-            slot.process.kill()
+        if slot.hang.look(
+            f"Actor {slot.actor_id}",
+            slot.process,
+            self._clock[slot.actor_id],
+            self._flags.env_step_timeout_s,
+        ):
+            slot.reason = "its step hung"
 
     def _receive(self, slot: ActorSlot) -> None:
         assert slot.pipe is not None

@@ -996,16 +996,17 @@ def describe(
     )
 
 
-def train_async(
-    run: Run,
-    servers: LocalServers | None,
-    addresses: Sequence[str],
-    run_id: str,
-    first_incarnation: int,
-    stop: StopSignal,
-) -> None:
-    """Train with the actor pool, inference and learner threads; this one watches."""
-    flags, learner = run.flags, run.learner
+def create_pool(
+    flags: argparse.Namespace, addresses: Sequence[str], state: Any, **start: Any
+) -> tuple[
+    libtorchbeast.BatchingQueue, libtorchbeast.DynamicBatcher, libtorchbeast.ActorPool
+]:
+    """Return the learner's queue, the inference batcher, and the actors between them.
+
+    Args:
+      state: the recurrent state of one environment's new episode.
+      start: what is told to the servers of this start of the run.
+    """
     page_locked = any(d.startswith("cuda") for d in devices(flags))
     allocate = allocate_page_locked if page_locked else None
     learner_queue = libtorchbeast.BatchingQueue(
@@ -1030,16 +1031,35 @@ def train_async(
         learner_queue=learner_queue,
         inference_batcher=inference_batcher,
         env_server_addresses=addresses,
-        initial_agent_state=learner.net.initial_state(batch_size=1),
+        initial_agent_state=state,
         named_rows=True,
         inference_keys=NET_INPUTS,
         info_keys=flags.info_keys,
         seed=flags.seed,
-        run_id=f"{flags.xpid} ({run_id})",
-        first_incarnation=first_incarnation,
         step_timeout_s=flags.env_step_timeout_s + SUPERVISOR_S,
         keepalive_s=flags.keepalive_s,
         tls=tls.read(flags.tls_dir, is_server=False),
+        **start,
+    )
+    return learner_queue, inference_batcher, actors
+
+
+def train_async(
+    run: Run,
+    servers: LocalServers | None,
+    addresses: Sequence[str],
+    run_id: str,
+    first_incarnation: int,
+    stop: StopSignal,
+) -> None:
+    """Train with the actor pool, inference and learner threads; this one watches."""
+    flags, learner = run.flags, run.learner
+    learner_queue, inference_batcher, actors = create_pool(
+        flags,
+        addresses,
+        learner.net.initial_state(batch_size=1),
+        run_id=f"{flags.xpid} ({run_id})",
+        first_incarnation=first_incarnation,
     )
     weights = Weights(learner.net, flags.actor_device)
     weights.publish(learner.net, learner.updates)

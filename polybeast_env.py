@@ -51,6 +51,7 @@ from core import environment, tls
 from core.supervise import (
     ConfigError,
     Exit,
+    HangWatch,
     RestartBudget,
     StopSignal,
     describe_exit,
@@ -67,7 +68,6 @@ STREAMS_PER_SERVER = 2
 
 TICK_S = 0.2  # The main loop looks at signals and clocks at least this often.
 STOP_S = 1.5  # For goodbyes and close() when all end; then servers are killed.
-DUMP_S = 0.5  # For a hung server to show its stacks; then it is killed.
 DELIVERED_STEPS = 20  # A server that dies before has achieved nothing: one rollout.
 OPEN_FILES = 65536  # As many as the system allows, up to this: learners may be many.
 
@@ -240,7 +240,7 @@ class ServerSlot:
     is_listening: bool = False
     has_listened: bool = False  # Ever: the socket's file is ours.
     restart_at: float | None = 0.0
-    dumped_at: float | None = None  # When a hung one was asked for its stacks.
+    hang: HangWatch = dataclasses.field(default_factory=HangWatch)
     reason: str | None = None  # What a dying one said last.
 
 
@@ -301,7 +301,7 @@ class Servers:
 
     def _start(self, slot: ServerSlot) -> None:
         slot.progress[:] = 0.0
-        slot.restart_at = slot.dumped_at = slot.reason = None
+        slot.restart_at = slot.reason = None
         slot.pipe, theirs = self._context.Pipe(duplex=False)
         slot.process = self._context.Process(
             target=serve_one,
@@ -357,23 +357,15 @@ class Servers:
         """Kill a server in which a step takes too long."""
         if slot.process is None:
             return
-        limit_s, now = self._flags.env_step_timeout_s, time.monotonic()
         since = slot.progress[:, 1]
-        is_hanging = bool(((since > 0) & (now - since > limit_s)).any())
-        if not is_hanging:
-            slot.dumped_at = None
-        elif slot.dumped_at is None:
-            slot.dumped_at = now
-            log.warning(
-                "Server %d hangs: an environment's step has taken %g s "
-                "(--env_step_timeout_s); its stacks follow",
-                slot.index,
-                limit_s,
-            )
-            os.kill(slot.process.pid, signal.SIGUSR1)  # faulthandler, with any GIL.
-        elif now - slot.dumped_at > DUMP_S:
+        oldest = float(since.min(where=since > 0, initial=np.inf))
+        if slot.hang.look(
+            f"Server {slot.index}",
+            slot.process,
+            0.0 if oldest == np.inf else oldest,
+            self._flags.env_step_timeout_s,
+        ):
             slot.reason = "its environment hung"
-            slot.process.kill()
 
     def _close(self) -> None:
         """End all servers, and remove what a killed one leaves behind."""

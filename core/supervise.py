@@ -158,6 +158,40 @@ class RestartBudget:
         return min(self._first_wait_s * 2 ** (self.quick_deaths - 1), self._max_wait_s)
 
 
+DUMP_S = 0.5  # For a hung process to show its stacks; then it is killed.
+
+
+class HangWatch:
+    """Kills a process in which a step takes too long, after it has shown its stacks."""
+
+    def __init__(self) -> None:
+        self._dumped_at: float | None = None  # When it was asked for its stacks.
+
+    def look(self, name: str, process: Any, since: float, limit_s: float) -> bool:
+        """Act if need be; return whether the process was killed just now.
+
+        Args:
+          process: of multiprocessing; SIGUSR1 makes its faulthandler write.
+          since: when its present step began (`time.monotonic`), 0 between steps.
+        """
+        now = time.monotonic()
+        if since == 0 or now - since <= limit_s:
+            self._dumped_at = None
+        elif self._dumped_at is None:
+            self._dumped_at = now
+            log.warning(
+                "%s hangs: a step has taken %g s (--env_step_timeout_s); its stacks "
+                "follow",
+                name,
+                limit_s,
+            )
+            os.kill(process.pid, signal.SIGUSR1)  # faulthandler, with any GIL.
+        elif now - self._dumped_at > DUMP_S:
+            process.kill()
+            return True
+        return False
+
+
 class Watchdog:
     """Raises `StallError`, with every thread's stack on stderr, when nothing moves.
 

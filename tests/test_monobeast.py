@@ -198,13 +198,13 @@ def test_an_actor_that_hangs_is_replaced_while_others_go_on(caplog):
         wait_until(has_come_back)
     assert (actors.restarts, actors.discarded) == (1, 1)
     assert "Actor 0 hangs: a step has taken 1 s (--env_step_timeout_s)" in caplog.text
-    assert "Actor 0 died (killed: a step had taken " in caplog.text
+    assert "Actor 0 died (its step hung)" in caplog.text
     assert other.budget.quick_deaths == 0
     with pytest.raises(ValueError):  # It has been waited for.
         hung.is_alive()
 
 
-def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch):
+def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch, caplog):
     with Pool(make_flags("Catch", "--env_step_timeout_s", "1")) as pool:
         actors = pool.actors
 
@@ -216,9 +216,8 @@ def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch):
         pids, later = actors.pids(), time.monotonic() + 1e6
         with monkeypatch.context() as patch:  # Whatever joins needs the real one.
             patch.setattr(monobeast.time, "monotonic", lambda: later)
-            for _ in range(3):
-                actors._check_progress(actors.slots[0])
-        assert actors.pids() == pids and actors.slots[0].dumped_at is None
+            actors._check_progress(actors.slots[0])
+        assert actors.pids() == pids and "hangs" not in caplog.text
 
 
 def test_an_actor_that_always_fails_ends_with_its_own_traceback():

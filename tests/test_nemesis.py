@@ -130,8 +130,8 @@ def test_hangs_that_are_not_found_and_stacks_that_are_missing_are_seen():
     lines = [
         (11.5, "server-0 hangs in python at 11.0"),
         (11.6, "server-1 hangs in c at 11.5"),
-        (12.0, "Server 3 hangs: an environment's step has taken 1 s"),
-        (12.25, "Server 0 hangs: an environment's step has taken 1 s"),
+        (12.0, "Server 3 hangs: a step has taken 1 s"),
+        (12.25, "Server 0 hangs: a step has taken 1 s"),
         (12.5, '  File "environments.py", line 7 in hang_in_python'),
     ]
     hung, found_s, stacks = hangs.read(lines)
