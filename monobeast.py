@@ -21,10 +21,16 @@ To train your own agent edit Net; for your own environment edit create_env.
 """
 
 import os
+import signal
 
 # One thread per process unless told otherwise (torch reads this when it is imported):
 # actors outnumber the cores, and spinning OpenMP threads would steal them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if __name__ == "__main__":
+    # Until somebody handles it, Ctrl-C ends the program without a traceback from the
+    # midst of an import.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import collections
@@ -35,14 +41,13 @@ import faulthandler
 import logging
 import multiprocessing
 import secrets
-import signal
 import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -740,9 +745,12 @@ class Actors:
         self._spaces = spaces
         self._incarnation = first_incarnation
         self._context = multiprocessing.get_context(flags.start_method)
+        self._import: concurrent.futures.Future | None = None
         if flags.start_method == "forkserver":
             # Import torch once, in the server; actors are forked from there in no time.
             self._context.set_forkserver_preload(["core.fork_server", "monobeast"])
+            forkserver.ensure_running()  # Here: it would end together with its thread.
+            self._import = start_thread("fork-server", self._await_fork_server)
         self.slots = [ActorSlot(i, RestartBudget()) for i in range(flags.num_actors)]
         # Guards everything below, and the slots' `held` and `pipe`.
         self._changed = threading.Condition()
@@ -755,8 +763,15 @@ class Actors:
         self.discarded = 0  # Partial rollouts of dead actors, in buffers.
         self.restarts = 0
 
+    def _await_fork_server(self) -> None:
+        process = self._context.Process(target=int, daemon=True)
+        process.start()  # Returns when the server has imported everything.
+        process.join()
+
     def start(self) -> None:
-        """Start every actor that is due."""
+        """Start every actor that is due, when the fork server is ready."""
+        if self._import is not None and not self._import.done():
+            return
         for slot in self.slots:
             if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
                 self._start(slot)

@@ -24,11 +24,17 @@ polybeast_env.py. Sizes travel from the servers to the learner by themselves.
 """
 
 import os
+import signal
 
 # One thread per process unless told otherwise (torch reads this when it is imported):
 # inference, learner and environments share the cores, and spinning OpenMP threads would
 # steal them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if __name__ == "__main__":
+    # Until somebody handles it, Ctrl-C ends the program without a traceback from the
+    # midst of an import.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import collections

@@ -21,10 +21,16 @@ the environment needs: neither torch nor a compiler.
 """
 
 import os
+import signal
 
 # One thread per process unless told otherwise (numpy reads this when it is imported):
 # there are as many processes as cores, and none may be forked while it has threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if __name__ == "__main__":
+    # Until somebody handles it, Ctrl-C ends the program without a traceback from the
+    # midst of an import.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import contextlib
@@ -35,7 +41,6 @@ import logging
 import mmap
 import multiprocessing
 import resource
-import signal
 import sys
 import time
 import traceback

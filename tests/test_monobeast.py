@@ -5,6 +5,7 @@ import argparse
 import os
 import random
 import signal
+import threading
 import time
 
 import numpy as np
@@ -62,7 +63,11 @@ class Pool:
         self.flags = flags
 
     def __enter__(self) -> "Pool":
-        self.actors.start()
+        def have_started() -> bool:
+            self.actors.start()
+            return len(self.actors.pids()) == self.flags.num_actors
+
+        wait_until(have_started)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -180,6 +185,21 @@ def test_a_dead_actors_environments_do_not_repeat_their_games():
         wait_until(restarted)
         again = pool.next_rollout()["observation"]
     assert not np.array_equal(first, again)
+
+
+def test_while_the_fork_server_imports_nobody_waits(monkeypatch):
+    """It may take seconds, in which a signal would not be answered."""
+    is_ready = threading.Event()
+    monkeypatch.setattr(
+        monobeast.Actors, "_await_fork_server", lambda actors: is_ready.wait()
+    )
+    actors = Pool(make_flags("Catch")).actors
+    actors.start()
+    actors.poll(0.0)
+    assert not actors.pids()
+    is_ready.set()
+    wait_until(lambda: actors.poll(0.01) or actors.pids())
+    actors.close()
 
 
 def test_an_actor_that_hangs_is_replaced_while_others_go_on(caplog):

@@ -17,7 +17,6 @@ import random
 import re
 import signal
 import time
-from collections import Counter
 
 from core import checkpoint
 from core.supervise import Exit
@@ -43,16 +42,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(flags: argparse.Namespace) -> Result:
     rng = random.Random(flags.seed)
-    exit_s: dict[str, list[float]] = {module: [] for module in MODULES}
+    exit_s: dict[str, dict[str, list[float]]] = {
+        module: {kind: [] for kind in MOMENTS} for module in MODULES
+    }
     early_s: list[float] = []  # Of those without a handler.
-    moments: Counter[str] = Counter()
     wrong: list[str] = []
     for module in MODULES:
         start_s = measure_start(module)
         with workplace() as folder:
             step = -1  # Of the last checkpoint; -1 if there is none.
             for kind in itertools.cycle(MOMENTS):
-                if len(exit_s[module]) == flags.count:
+                if count(exit_s[module]) == flags.count:
                     break
                 with Program(module, folder, *SIZES[module], *FLAGS) as program:
                     await_moment(program, kind, rng, start_s=start_s)
@@ -65,25 +65,34 @@ def measure(flags: argparse.Namespace) -> Result:
                 if status == -signal.SIGTERM and reason is None:
                     early_s.append(took_s)
                 else:
-                    exit_s[module].append(took_s)
-                    moments[f"{module}: {kind}"] += 1
+                    exit_s[module][kind].append(took_s)
                 if reason is not None:
                     wrong.append(f"{module} at {kind}: {reason}")
     result = Result(
-        injected={f"signals_{module}": len(exit_s[module]) for module in MODULES},
+        injected={f"signals_{module}": count(exit_s[module]) for module in MODULES},
         asked={f"signals_{module}": flags.count for module in MODULES},
         figures={
-            "exit_s": {module: spread(exit_s[module]) for module in MODULES},
-            "moments": dict(moments),
+            "exit_s": {
+                module: {
+                    kind: {"count": len(times), **spread(times)}
+                    for kind, times in by_moment.items()
+                }
+                for module, by_moment in exit_s.items()
+            },
             "before_handlers": {"count": len(early_s), **spread(early_s)},
             "wrong": wrong,
         },
     )
     result.require(not wrong, f"wrong ends: {wrong}")
-    for name, times in [*exit_s.items(), ("before handlers", early_s)]:
+    for name, by_moment in [*exit_s.items(), ("before handlers", {"all": early_s})]:
+        times = [took_s for times in by_moment.values() for took_s in times]
         slow = quantile(times, 0.99) if times else 0.0
         result.require(slow <= LIMIT_S, f"{name}: 99 of 100 end in {slow:.2f} s")
     return result
+
+
+def count(by_moment: dict[str, list[float]]) -> int:
+    return sum(map(len, by_moment.values()))
 
 
 def newest_step(program: Program) -> int:
