@@ -74,6 +74,7 @@ STREAMS_PER_SERVER = 2
 TICK_S = 0.2  # The main loop looks at signals and clocks at least this often.
 STOP_S = 1.5  # For goodbyes and close() when all end; then servers are killed.
 DELIVERED_STEPS = 20  # A server that dies before has achieved nothing: one rollout.
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 OPEN_FILES = 65536  # As many as the system allows, up to this: learners may be many.
 
 
@@ -313,7 +314,12 @@ class Servers:
             args=(self._flags, slot.index, slot.address, slot.progress, theirs),
             name=f"server-{slot.index}",
         )
-        slot.process.start()
+        # Until it has handlers of its own it would take signals for this process's.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            slot.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         theirs.close()  # Or its end would not show.
 
     def _receive(self, slot: ServerSlot) -> None:
@@ -406,6 +412,7 @@ def serve_one(
     # environment starts would inherit that.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     exit_with_parent()
     faulthandler.enable(sys.__stderr__)
     faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True)

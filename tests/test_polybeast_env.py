@@ -1133,6 +1133,35 @@ def test_sockets_of_servers_that_could_not_say_they_listen_are_removed(folder):
         assert sockets.exists() == left
 
 
+JUST_STARTED = """
+import sys
+import polybeast_env
+from core.supervise import StopSignal
+
+address = f"unix:{sys.argv[1]}/s"
+flags = polybeast_env.parse_flags(["--env", "Catch", "--server_address", address])
+with StopSignal() as stop:
+    for _ in range(10):
+        with polybeast_env.Servers(flags, [address], stop) as servers:
+            servers.poll(0.0)
+            process = servers.slots[0].process
+        print(process.exitcode)
+"""
+
+
+def test_servers_that_have_just_started_need_not_be_killed(folder):
+    """They are forked with handlers that are not theirs, which ate their SIGTERM."""
+    done = subprocess.run(
+        [sys.executable, "-c", JUST_STARTED, folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    statuses = set(map(int, done.stdout.split()))
+    assert statuses and statuses <= {0, -signal.SIGTERM}, done.stdout + done.stderr
+
+
 def test_sockets_of_a_killed_program_are_taken_over(start, folder):
     first = start(*COUNTING)
     first.wait_for_text("Serving")
