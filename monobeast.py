@@ -1023,6 +1023,13 @@ def learn(
     ):
         if learner.finished() or learner.failed:
             return  # Another thread did the last update meanwhile.
+        fresh = learner.fresh_columns(batch)
+        if fresh is not None:
+            batch, rows, state = (
+                map_nest(lambda x: x[:, fresh], part) for part in (batch, rows, state)
+            )
+            if not fresh.size:
+                return
         parts = []
         learner.optimizer.zero_grad()
         # The loss is a sum over columns, and so is its gradient.

@@ -317,10 +317,11 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     )
     learner.add_argument(
         "--model",
-        choices=["auto", "deep", "shallow", "mlp"],
+        choices=["auto", "deep", "shallow", "small", "mlp"],
         default="auto",
         help="deep: the IMPALA paper's residual network. shallow: three convolutions. "
-        "mlp: any small observation. auto: shallow for pictures, else mlp",
+        "small: one, for pictures of less than 36 pixels a side. mlp: any small "
+        "observation. auto: shallow or small for pictures, else mlp",
     )
     learner.add_argument(
         "--use_lstm", action="store_true", help="add a recurrent core to the network"
@@ -421,6 +422,14 @@ SERVER_FLAGS = (
 
 def add_loss_flags(parser: argparse.ArgumentParser) -> None:
     loss = parser.add_argument_group("loss (sums over T and B)")
+    loss.add_argument(
+        "--max_policy_lag",
+        type=whole(0),
+        metavar="UPDATES",
+        help="leave out, and count, rollouts whose first action was chosen by weights "
+        "that have been updated more often since; the log's policy_lag_max shows what "
+        "there is. Default: learn from all, V-trace corrects for their age",
+    )
     loss.add_argument(
         "--entropy_cost",
         type=number(0),
@@ -550,11 +559,15 @@ def check_common(
             "--video is set but --mode is test_render: games go to a window or to "
             "files. Use --mode test --video."
         )
-    if flags.xpid is not None and ("/" in flags.xpid or flags.xpid in ("", ".", "..")):
-        parser.error(
-            f"--xpid is {flags.xpid!r} but must be a plain folder name inside "
-            "--savedir. Put the path into --savedir."
-        )
+    if flags.xpid is not None:
+        flags.xpid = _expand(flags.xpid, flags.env)
+        if "/" in flags.xpid or flags.xpid in ("", ".", ".."):
+            parser.error(
+                f"--xpid is {flags.xpid!r} but must be a plain folder name inside "
+                "--savedir. Put the path into --savedir."
+            )
+    elif flags.mode == "train":
+        flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")
     B, T = flags.batch_size, flags.unroll_length
     if flags.total_steps < B * T:
         parser.error(
@@ -566,7 +579,3 @@ def check_common(
         share = 1 if flags.model == "deep" else 2
         flags.learner_cores = max(1, num_cores() // share)
     flags.savedir = str(Path(flags.savedir).expanduser())
-    if flags.xpid is not None:
-        flags.xpid = _expand(flags.xpid, flags.env)
-    elif flags.mode == "train":
-        flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")

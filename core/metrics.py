@@ -134,6 +134,11 @@ FIELDS = (
         "optimizer steps between acting and learning, mean since the last row",
     ),
     Field("policy_lag_max", "updates", "the same, largest since the last row"),
+    Field(
+        "stale_rollouts",
+        "count",
+        "rollouts left out so far because of --max_policy_lag; never learned from",
+    ),
     Field("buffers_full", "count", "rollout buffers waiting for the learner"),
     Field("learner_busy", "share of time", "that an update is at work"),
     Field(

@@ -63,6 +63,7 @@ class Learner:
         self.updates = 0  # Optimizer steps: the version of the weights.
         self.skipped = 0  # Updates left out because something was not finite.
         self.skipped_in_a_row = 0
+        self.stale = 0  # Rollouts left out because of --max_policy_lag.
         self.failed = False  # Too many of them; whoever comes next leaves it at that.
         self.episodes = metrics.EpisodeStats()
         # Between two rows of the log; has a lock of its own.
@@ -88,6 +89,23 @@ class Learner:
             yield
         finally:
             self.lock.release()
+
+    def fresh_columns(self, batch: Nest) -> np.ndarray | None:
+        """Return which rollouts --max_policy_lag leaves, None for all. Needs the lock.
+
+        One is too old, and counted, if its first action was chosen by weights that have
+        been updated more often since. (Without updates the next will be younger, so
+        there is always one to learn from in the end.)
+
+        Args:
+          batch: as for `update`; numpy or tensors on the CPU.
+        """
+        if self._flags.max_policy_lag is None:
+            return None
+        lag = self.updates - np.asarray(batch["policy_version"][1:]).min(axis=0)
+        fresh = np.flatnonzero(lag <= self._flags.max_policy_lag)
+        self.stale += lag.size - fresh.size
+        return fresh if fresh.size < lag.size else None
 
     def update(self, parts: Sequence[ImpalaLoss], batch: Nest) -> None:
         """Take one optimizer step with the present gradient. Needs the lock.
@@ -164,6 +182,7 @@ class Learner:
             "step": self.step,
             "updates": self.updates,
             "skipped": self.skipped,
+            "stale": self.stale,
             "episodes": self.episodes.state(),
         }
 
@@ -171,6 +190,7 @@ class Learner:
         self.step = state["step"]
         self.updates = state["updates"]
         self.skipped = state["skipped"]
+        self.stale = state.get("stale", 0)  # Older checkpoints have none.
         self.episodes.restore(state["episodes"])
 
 
@@ -258,13 +278,23 @@ class Run:
         """
         checkpoint.sweep(self._checkpoints)
         found = checkpoint.load(self._checkpoints)
-        flags, learner = self.flags, self.learner
         if found is None:
-            if flags.init_from is not None:
-                self._take_weights(flags.init_from)
+            if self.flags.init_from is not None:
+                self._take_weights(self.flags.init_from)
             return None
         for line in found.rejected:
             log.warning("Checkpoint not used: %s", line)
+        try:
+            self._restore(found)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise checkpoint.CheckpointError(
+                f"{found.path} is whole, but not of this program: {error!r}. Choose "
+                "another --xpid; --init_from takes the weights alone."
+            ) from error
+        return found
+
+    def _restore(self, found: checkpoint.Checkpoint) -> None:
+        flags, learner = self.flags, self.learner
         state = found.state
         for key in ("env", "model", "use_lstm"):
             if state["flags"][key] != getattr(flags, key):
@@ -405,6 +435,7 @@ class Run:
                 "learning_rate": learner.optimizer.param_groups[0]["lr"],
                 "updates": learner.updates,
                 "skipped_updates": learner.skipped,
+                "stale_rollouts": learner.stale,
                 "rss_mb": metrics.rss_mb(),
             }
         if steps == 0:

@@ -40,7 +40,7 @@ COLUMNS = (
     "step,frames,time_s,sps,mean_episode_return,mean_episode_step,games,"
     "best_mean_return,mean_life_return,total_loss,pg_loss,baseline_loss,entropy_loss,"
     "entropy,mean_rho,grad_norm,learning_rate,updates,skipped_updates,policy_lag_mean,"
-    "policy_lag_max,buffers_full,learner_busy,inference_busy,env_busy,gpu_utilization,"
+    "policy_lag_max,stale_rollouts,buffers_full,learner_busy,inference_busy,env_busy,gpu_utilization,"
     "actor_restarts,rollouts_discarded,"
     "streams,reconnects,steps_discarded,learner_queue,inference_batch,"
     "env_step_p50_ms,env_step_p99_ms,rss_mb"

@@ -312,6 +312,48 @@ def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
         torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("module", [monobeast, polybeast])
+def test_rollouts_beyond_the_maximal_lag_are_left_out_and_counted(module):
+    """Lag 7 and 3 at their first actions; what was chosen later is younger."""
+    flags = make_flags("Catch", "--num_actors", "1", "--use_lstm")
+    flags.batch_size = 2 * E
+    flags.learner_device = "cpu"
+    with Pool(flags) as pool:
+        rollout, state = pool.next_rollout(), pool.buffers.agent_state
+        state = tuple(np.concatenate([s[0], s[0] + 1], axis=1) for s in state)
+    both = map_nest(lambda x: np.concatenate([x, x], axis=1), rollout)
+    both["policy_version"][1:, :E] = 3
+    both["policy_version"][1:, E:] = 7
+    both["policy_version"][2:, 0] = 10
+    both["policy_version"][0] = 0  # The rollout before's.
+
+    def learned_from(max_policy_lag, columns=slice(None)):
+        torch.manual_seed(0)
+        flags.max_policy_lag = max_policy_lag
+        learner = module.create_learner(flags, monobeast.read_spaces(flags))
+        learner.updates = 10
+        batch, agent_state = map_nest(lambda x: x[:, columns], (both, state))
+        if module is polybeast:
+            batch, agent_state = map_nest(torch.from_numpy, (batch, agent_state))
+        module.learn(flags, learner, batch, agent_state)
+        counts = (learner.step, learner.updates - 10, learner.stale)
+        return counts, [p.grad for p in learner.net.parameters()]
+
+    for max_lag, columns, counts in [
+        (None, slice(None), (2 * E * T, 1, 0)),
+        (7, slice(None), (2 * E * T, 1, 0)),
+        (6, slice(E, None), (E * T, 1, E)),
+        (3, slice(E, None), (E * T, 1, E)),
+        (2, slice(0), (0, 0, 2 * E)),
+    ]:
+        got, gradients = learned_from(max_lag)
+        assert got == counts
+        if counts[0]:
+            torch.testing.assert_close(gradients, learned_from(None, columns)[1])
+        else:
+            assert gradients == [None] * len(gradients)
+
+
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_an_update_without_memory_says_what_is_how_large(kind, monkeypatch):
     flags = make_flags("Catch", "--num_actors", "1")

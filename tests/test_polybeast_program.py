@@ -626,6 +626,16 @@ def test_an_environment_that_hangs_ends_the_run_with_every_stack(train, run_dir)
 # ------------------------------------------------------------------- what a run writes
 
 
+def test_no_action_learned_from_is_older_than_the_maximal_lag(train, run_dir):
+    flags = ["--env", "Catch", "--total_steps", 100 * BATCH, "--max_policy_lag", 0]
+    program = train(*flags, *LOCAL)
+    assert program.wait() == 0, program.text()
+    rows = log_rows(run_dir)
+    lags = [row["policy_lag_max"] for row in rows if row["policy_lag_max"]]
+    assert lags and set(map(float, lags)) == {0.0}
+    assert int(rows[-1]["updates"]) >= 100  # Of batches that may be smaller.
+
+
 def test_a_run_writes_what_it_did(train, run_dir):
     env = "tests.counting_env:make_lives"
     flags = ["--env", env, "--info_keys", "half", "--max_learner_queue_size", 12]

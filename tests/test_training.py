@@ -247,6 +247,16 @@ def test_a_run_killed_twenty_times_has_every_log_row_once(interrupted):
         assert row == expected
 
 
+def test_no_action_learned_from_is_older_than_the_maximal_lag(start, tmp_path):
+    flags = ["--env", "Catch", "--total_steps", 100 * BATCH, "--xpid", "x"]
+    program = start(*flags, *ASYNC, "--max_policy_lag", 0)
+    assert program.wait() == 0, program.text()
+    rows = log_rows(tmp_path / "runs" / "x")
+    lags = [row["policy_lag_max"] for row in rows if row["policy_lag_max"]]
+    assert lags and set(map(float, lags)) == {0.0}
+    assert int(rows[-1]["updates"]) >= 100  # Of batches that may be smaller.
+
+
 def test_logs_have_the_documented_header_and_blank_cells(interrupted):
     whole, *_ = interrupted
     text = (whole / "logs.csv").read_text()
