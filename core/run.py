@@ -310,7 +310,7 @@ class Run:
             learner.optimizer, learner.net, optimizer, state["optimizer"]
         )
         learner.restore(state["learner"])
-        self._earlier_s = state["time_s"]
+        self._earlier_s = float(state["time_s"])
         restore_rng(state["rng"], found.tensors["rng"])
         log.info("Run %s goes on from step %d", flags.xpid, learner.step)
         if flags.init_from is not None:

@@ -286,6 +286,7 @@ BAD_COMBINATIONS = [
     ("--xpid a/b", ["--xpid is 'a/b'", "--savedir"]),
     ("--xpid .", ["--xpid is '.'", "--savedir"]),
     ("--xpid ..", ["--xpid is '..'", "--savedir"]),
+    ("--xpid {env} --env ..", ["--xpid is '..'", "--savedir"]),
     ("--xpid=", ["--xpid is ''", "--savedir"]),
     ("--info_keys speed,game_step", ["--info_keys", "'game_step'", "Leave it out"]),
     ("--info_keys game_return", ["--info_keys", "'game_return'", "Leave it out"]),

@@ -95,6 +95,26 @@ def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
     assert "--init_from" in caplog.text and "was for its beginning" in caplog.text
 
 
+@pytest.mark.parametrize("key", ["flags", "optimizer", "learner", "rng", "time_s"])
+@pytest.mark.parametrize("value", [None, 7, [], {}, {"class": "RMSprop"}, "missing"])
+def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
+    savedir, key, value
+):
+    old = checkpoint.load(savedir / "old" / "checkpoints")
+    assert old is not None
+    state = {k: v for k, v in old.state.items() if k != key}
+    if value != "missing":
+        state[key] = value
+    folder = savedir / "old" / "checkpoints"
+    checkpoint.save(folder, step=300, tensors=old.tensors, state=state)
+    if (key, value) == ("time_s", 7):  # As good as any.
+        assert make_run(savedir, xpid="old").resume() is not None
+        return
+    with pytest.raises(CheckpointError, match="step-000000000300 is whole") as error:
+        make_run(savedir, xpid="old").resume()
+    assert "\n" not in str(error.value) and "--init_from" in str(error.value)
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
