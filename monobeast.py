@@ -225,13 +225,12 @@ class Net(nn.Module):
                 "the distribution you need and core/losses.py its log-probability."
             )
         if model == "auto":
-            model = "shallow" if is_picture(observation_space) else "mlp"
-        torso = {"deep": DeepTorso, "shallow": ShallowTorso, "mlp": MLPTorso}[model]
+            model = model_for(observation_space)
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
         self.clip_rewards = clip_rewards
         self.bfloat16 = bfloat16
-        self.torso = torso(observation_space)
+        self.torso = TORSOS[model](observation_space)
         core_size = self.torso.num_features + self.num_actions + 1
         self.core = create_lstm(core_size, LSTM_SIZE) if use_lstm else None
         head_size = LSTM_SIZE if use_lstm else core_size
@@ -294,31 +293,41 @@ def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
     return layer
 
 
-def is_picture(space: gym.Space) -> bool:
-    """Say whether convolutions with strides fit: at least 36 pixels a side."""
+def model_for(space: gym.Space) -> str:
+    """Return the `--model` that fits observations from this space."""
+    side = picture_side(space)
+    return "shallow" if side >= 36 else "small" if side >= 5 else "mlp"
+
+
+def picture_side(space: gym.Space) -> int:
+    """Return a picture's height or width, whichever is less; 0 for what is none."""
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
-        return False
+        return 0
     first, middle, last = space.shape  # Either the first or the last are the channels.
-    return middle >= 36 and max(first, last) >= 36
+    return min(middle, max(first, last))
 
 
 class ImageTorso(nn.Module):
-    """What the two convolutional torsos share: layout, scaling, the size of the end.
+    """What the convolutional torsos share: layout, scaling, the size of the end.
 
-    Takes [N, C, H, W] or [N, H, W, C], whichever axis is the smaller; integers are
-    divided by 255. Convolutions run channels-last, three times as fast on a CPU.
+    Takes [N, C, H, W] or [N, H, W, C], whichever axis is the smaller (the last if they
+    are equal); integers are divided by 255. Convolutions run channels-last, three times
+    as fast on a CPU.
     """
+
+    name: str  # Of the --model.
+    min_side = 36
 
     def __init__(self, space: gym.Space, make_convs: Callable[[int], nn.Module], size):
         super().__init__()
-        if not is_picture(space):
+        if picture_side(space) < self.min_side:
             raise ConfigError(
-                f"--model deep and shallow need one Box of three axes, at least 36 "
-                f"pixels a side, as observation; the environment has {space}. Use "
-                "--model mlp."
+                f"--model {self.name} needs one Box of three axes, at least "
+                f"{self.min_side} pixels a side, as observation; the environment has "
+                f"{space}. Use --model {model_for(space)}."
             )
         assert isinstance(space, gym.spaces.Box)
-        self.channels_first = space.shape[0] <= space.shape[-1]
+        self.channels_first = space.shape[0] < space.shape[-1]
         C = space.shape[0] if self.channels_first else space.shape[-1]
         self.convs = make_convs(C)
         with torch.no_grad():
@@ -333,14 +342,33 @@ class ImageTorso(nn.Module):
         if not self.channels_first:
             x = x.movedim(-1, 1)  # [N, C, H, W]
         x = x.contiguous(memory_format=torch.channels_last)  # Bytes move faster.
-        return self.convs(x.float() if x.is_floating_point() else x / 255)
+        is_scaled = x.is_floating_point() or x.dtype == torch.bool
+        return self.convs(x.float() if is_scaled else x / 255)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(self.fc(self._convolve(x)).flatten(1))
 
 
+class SmallTorso(ImageTorso):
+    """One convolution and a linear layer, as in Young & Tian 2019 (MinAtar)."""
+
+    name = "small"
+    min_side = 5
+
+    def __init__(self, space: gym.Space):
+        def convs(channels: int) -> nn.Module:
+            return nn.Sequential(
+                orthogonal(nn.Conv2d(channels, 16, kernel_size=3)),
+                nn.ReLU(inplace=True),
+            )
+
+        super().__init__(space, convs, 128)
+
+
 class ShallowTorso(ImageTorso):
     """Three convolutions and a linear layer, as in Mnih et al. 2015 (Nature)."""
+
+    name = "shallow"
 
     def __init__(self, space: gym.Space):
         def convs(channels: int) -> nn.Module:
@@ -358,6 +386,8 @@ class ShallowTorso(ImageTorso):
 
 class DeepTorso(ImageTorso):
     """The 15 convolutions of Espeholt et al. 2018, figure 3 (right)."""
+
+    name = "deep"
 
     def __init__(self, space: gym.Space):
         def convs(channels: int) -> nn.Module:
@@ -406,6 +436,14 @@ class MLPTorso(nn.Module):
 
     def forward(self, observation: Nest) -> torch.Tensor:
         return self.layers(torch.cat(list(flat_features(self.space, observation)), 1))
+
+
+TORSOS = {
+    "deep": DeepTorso,
+    "shallow": ShallowTorso,
+    "small": SmallTorso,
+    "mlp": MLPTorso,
+}
 
 
 def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import monobeast
+import polybeast
 from core import losses, metrics, rollouts
 from core.spaces import ArraySpec, map_nest
 from core.supervise import start_thread

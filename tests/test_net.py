@@ -11,7 +11,7 @@ from torch import nn
 from core.recurrent import unroll_lstm
 from core.spaces import leaves, map_nest, spec_of
 from core.supervise import ConfigError
-from monobeast import DeepTorso, MLPTorso, Net, ShallowTorso
+from monobeast import TORSOS, MLPTorso, Net, ShallowTorso, SmallTorso
 
 T, B, A = 5, 3, 7
 
@@ -22,12 +22,18 @@ PICTURES = {
     "one channel": spaces.Box(0, 255, (1, 37, 41), np.uint8),
     "float": spaces.Box(0.0, 1.0, (3, 36, 36), np.float32),
 }
-SMALL = {
+SMALL_PICTURES = {
+    "minatar": spaces.Box(0.0, 1.0, (10, 10, 4), bool),
+    "as many channels as pixels": spaces.Box(0.0, 1.0, (10, 10, 10), bool),
+    "5 x 9": spaces.Box(0, 255, (2, 5, 9), np.uint8),
+    "35 x 84": spaces.Box(0, 255, (3, 35, 84), np.uint8),
+}
+VECTORS = {
     "box": spaces.Box(-1.0, 1.0, (11,), np.float32),
     "double": spaces.Box(-1.0, 1.0, (5, 3), np.float64),
     "scalar": spaces.Box(-1.0, 1.0, (), np.float32),
     "bytes": spaces.Box(0, 255, (10, 5), np.uint8),
-    "small picture": spaces.Box(0, 255, (10, 10, 4), np.uint8),
+    "4 x 9": spaces.Box(0, 255, (4, 9, 2), np.uint8),
     "discrete": spaces.Discrete(5, start=-2),
     "multi discrete": spaces.MultiDiscrete([2, 3, 5]),
     "multi discrete, nested": spaces.MultiDiscrete([[2, 3], [5, 7]]),
@@ -46,9 +52,10 @@ SMALL = {
     ),
 }
 FITTING = (
-    [("mlp", name, space) for name, space in {**SMALL, **PICTURES}.items()]
-    + [("shallow", name, space) for name, space in PICTURES.items()]
-    + [("deep", name, space) for name, space in PICTURES.items()]
+    [("mlp", *item) for item in {**VECTORS, **SMALL_PICTURES, **PICTURES}.items()]
+    + [("small", *item) for item in {**SMALL_PICTURES, **PICTURES}.items()]
+    + [("shallow", *item) for item in PICTURES.items()]
+    + [("deep", *item) for item in PICTURES.items()]
 )
 
 
@@ -109,7 +116,7 @@ def test_every_model_gives_logits_and_a_baseline_per_row(model, space, use_lstm)
 
 @pytest.mark.parametrize("use_lstm", [False, True])
 def test_every_parameter_gets_a_gradient(use_lstm):
-    space = SMALL["dict"]
+    space = VECTORS["dict"]
     net = make_net(space, use_lstm=use_lstm)
     rows = make_rows(space, spaces.Discrete(A))
     outputs, _ = net(rows, net.initial_state(B))
@@ -120,7 +127,7 @@ def test_every_parameter_gets_a_gradient(use_lstm):
 
 @pytest.mark.parametrize("use_lstm", [False, True])
 def test_a_batch_of_rows_equals_row_by_row(use_lstm):
-    space = SMALL["dict"]
+    space = VECTORS["dict"]
     net = make_net(space, use_lstm=use_lstm)
     rows = make_rows(space, spaces.Discrete(A))
     with torch.no_grad():
@@ -146,6 +153,13 @@ def test_the_deep_model_has_the_papers_fifteen_convolutions():
     assert channels == 5 * [16] + 5 * [32] + 5 * [32]
 
 
+def test_the_small_model_is_that_of_minatar():
+    torso = make_net(SMALL_PICTURES["minatar"]).torso
+    (conv,) = [m for m in torso.convs if isinstance(m, nn.Conv2d)]
+    assert (conv.in_channels, conv.out_channels, conv.kernel_size) == (4, 16, (3, 3))
+    assert tuple(torso.fc.weight.shape) == (128, 16, 8, 8)
+
+
 def test_the_shallow_model_is_that_of_nature():
     convs = [m for m in make_net(ATARI).torso.convs if isinstance(m, nn.Conv2d)]
     layers = [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in convs]
@@ -168,7 +182,7 @@ def test_the_size_behind_the_convolutions_is_computed(model, pixels, features):
 
 
 @pytest.mark.parametrize("use_lstm", [False, True])
-@pytest.mark.parametrize("model", ["deep", "shallow", "mlp"])
+@pytest.mark.parametrize("model", ["deep", "shallow", "small", "mlp"])
 def test_bfloat16_is_near_float32_and_stays_in_the_torso(model, use_lstm):
     space = spaces.Box(0, 255, (4, 40, 48), np.uint8)
     rows = make_rows(space, spaces.Discrete(A))
@@ -195,7 +209,7 @@ def test_bfloat16_is_near_float32_and_stays_in_the_torso(model, use_lstm):
     assert {p.grad.dtype for p in fast.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("model", ["shallow", "deep"])
+@pytest.mark.parametrize("model", ["small", "shallow", "deep"])
 def test_where_the_channels_stand_does_not_matter(model):
     first = spaces.Box(0, 255, (3, 40, 48), np.uint8)
     last = spaces.Box(0, 255, (40, 48, 3), np.uint8)
@@ -214,7 +228,7 @@ def torso_features(model, space, observation):
         return make_net(space, model=model).torso(observation)
 
 
-@pytest.mark.parametrize("model", ["shallow", "deep", "mlp"])
+@pytest.mark.parametrize("model", ["small", "shallow", "deep", "mlp"])
 def test_bytes_are_divided_by_255_and_floats_are_not(model):
     shape = (3, 36, 36)
     byte = spaces.Box(0, 255, shape, np.uint8)
@@ -226,6 +240,22 @@ def test_bytes_are_divided_by_255_and_floats_are_not(model):
         atol=1e-6,
         rtol=1e-5,
     )
+
+
+@pytest.mark.parametrize("model", ["small", "mlp"])
+def test_bits_are_zeros_and_ones(model):
+    bits = SMALL_PICTURES["minatar"]
+    real = spaces.Box(0.0, 1.0, bits.shape, np.float32)
+    x = make_rows(bits, spaces.Discrete(A))["observation"].flatten(0, 1)
+    assert x.dtype == torch.bool
+    torch.testing.assert_close(
+        torso_features(model, bits, x), torso_features(model, real, x.float())
+    )
+
+
+def test_with_as_many_channels_as_pixels_the_last_axis_has_the_channels():
+    space = SMALL_PICTURES["as many channels as pixels"]
+    assert not make_net(space).torso.channels_first
 
 
 def test_discrete_observations_become_one_hot_from_their_start():
@@ -253,8 +283,8 @@ def core_inputs(net, rows):
 @pytest.mark.parametrize("start", [0, -3, 4])
 def test_the_core_sees_the_last_action_from_its_start_as_one_hot(start):
     action_space = spaces.Discrete(A, start=start)
-    net = make_net(SMALL["box"], action_space)
-    rows = make_rows(SMALL["box"], action_space)
+    net = make_net(VECTORS["box"], action_space)
+    rows = make_rows(VECTORS["box"], action_space)
     one_hot = core_inputs(net, rows)[:, -A:]
     expected = np.eye(A)[rows["last_action"].numpy().ravel() - start]
     np.testing.assert_array_equal(one_hot.numpy(), expected)
@@ -262,8 +292,8 @@ def test_the_core_sees_the_last_action_from_its_start_as_one_hot(start):
 
 @pytest.mark.parametrize("clip_rewards", [True, False])
 def test_the_core_sees_the_reward_clipped_like_the_losss(clip_rewards):
-    net = make_net(SMALL["box"], clip_rewards=clip_rewards)
-    rows = make_rows(SMALL["box"], spaces.Discrete(A))
+    net = make_net(VECTORS["box"], clip_rewards=clip_rewards)
+    rows = make_rows(VECTORS["box"], spaces.Discrete(A))
     rewards = core_inputs(net, rows)[:, -A - 1].numpy()
     expected = rows["reward"].numpy().ravel()
     assert (np.abs(expected) > 1).any()
@@ -275,10 +305,10 @@ def test_the_core_sees_the_reward_clipped_like_the_losss(clip_rewards):
 @pytest.mark.parametrize(
     "space, torso",
     [(space, ShallowTorso) for space in PICTURES.values()]
-    + [(space, MLPTorso) for space in SMALL.values()]
+    + [(space, SmallTorso) for space in SMALL_PICTURES.values()]
+    + [(space, MLPTorso) for space in VECTORS.values()]
     + [
         (spaces.Box(0, 255, (84, 84), np.uint8), MLPTorso),
-        (spaces.Box(0, 255, (3, 35, 84), np.uint8), MLPTorso),
         (spaces.Dict(picture=ATARI), MLPTorso),
     ],
     ids=str,
@@ -288,26 +318,34 @@ def test_auto_takes_convolutions_for_pictures_and_mlp_for_the_rest(space, torso)
 
 
 def test_the_model_named_is_the_model_made():
-    kinds = {"deep": DeepTorso, "shallow": ShallowTorso, "mlp": MLPTorso}
-    for model, kind in kinds.items():
-        assert type(make_net(ATARI, model=model).torso) is kind
+    for model in TORSOS:
+        torso = type(make_net(ATARI, model=model).torso)
+        assert torso.__name__.lower() == f"{model}torso"
 
 
-@pytest.mark.parametrize("model", ["deep", "shallow"])
+NO_PICTURES = [
+    *VECTORS.values(),
+    spaces.Box(0, 255, (48, 3, 84), np.uint8),  # Channels in the middle.
+    spaces.Dict(picture=ATARI),
+]
+
+
 @pytest.mark.parametrize(
-    "space",
-    [
-        *SMALL.values(),
-        spaces.Box(0, 255, (3, 35, 84), np.uint8),
-        spaces.Box(0, 255, (48, 3, 84), np.uint8),  # Channels in the middle.
-        spaces.Dict(picture=ATARI),
+    "model, space, remedy",
+    [("deep", space, "small") for space in SMALL_PICTURES.values()]
+    + [("shallow", space, "small") for space in SMALL_PICTURES.values()]
+    + [
+        (m, space, "mlp") for m in ("deep", "shallow", "small") for space in NO_PICTURES
     ],
     ids=str,
 )
-def test_convolutions_refuse_what_is_no_picture_and_name_the_mlp(model, space):
+def test_convolutions_refuse_what_is_no_picture_and_name_what_fits(
+    model, space, remedy
+):
     with pytest.raises(ConfigError) as caught:
         make_net(space, model=model)
-    for part in ("--model deep and shallow", str(space), "Use --model mlp"):
+    pixels = "at least 5 pixels" if model == "small" else "at least 36 pixels"
+    for part in (f"--model {model} needs", pixels, str(space), f"Use --model {remedy}"):
         assert part in str(caught.value)
 
 
@@ -323,7 +361,7 @@ def test_convolutions_refuse_what_is_no_picture_and_name_the_mlp(model, space):
 )
 def test_an_action_space_other_than_discrete_is_refused_with_the_remedy(action_space):
     with pytest.raises(ConfigError) as caught:
-        make_net(SMALL["box"], action_space)
+        make_net(VECTORS["box"], action_space)
     for part in (str(action_space), "needs Discrete", "Wrap the environment"):
         assert part in str(caught.value)
 
@@ -470,7 +508,7 @@ def test_the_lstm_runs_once_whatever_the_number_of_rows(name):
 
 
 def test_the_net_carries_its_state_from_rollout_to_rollout():
-    space = SMALL["box"]
+    space = VECTORS["box"]
     net = make_net(space, use_lstm=True)
     rows = make_rows(space, spaces.Discrete(A), num_rows=11)
     rows["done"][:] = False
@@ -486,7 +524,7 @@ def test_the_net_carries_its_state_from_rollout_to_rollout():
 
 
 def test_the_initial_state_is_zero_and_empty_without_lstm():
-    space = SMALL["box"]
+    space = VECTORS["box"]
     assert make_net(space).initial_state(B) == ()
     state = make_net(space, use_lstm=True).initial_state(B)
     assert all(s.shape == (1, B, 256) and not s.any() for s in state)

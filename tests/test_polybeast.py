@@ -290,8 +290,17 @@ def test_both_trainers_make_the_same_rollouts(tmp_path):
                 np.testing.assert_array_equal(a[0], b)
 
 
-SHARED = ["Net", "ImageTorso", "ShallowTorso", "DeepTorso", "ResidualBlock", "MLPTorso"]
-SHARED += ["orthogonal", "is_picture", "flat_features", "sample_action", "create_net"]
+SHARED = ["Net", "ImageTorso", "SmallTorso", "ShallowTorso", "DeepTorso", "MLPTorso"]
+SHARED += ["ResidualBlock", "orthogonal", "model_for", "picture_side", "flat_features"]
+SHARED += ["sample_action", "create_net"]
+
+
+def test_both_trainers_have_the_same_models():
+    ours, theirs = (
+        {model: torso.__name__ for model, torso in module.TORSOS.items()}
+        for module in (monobeast, polybeast)
+    )
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -121,7 +121,7 @@ def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
         (["--env", "tests.test_run:wide_env"], ["policy.weight: file [3,260], mod"]),
         (["--env", "tests.test_run:wide_env"], ["--env there Catch, here tests."]),
         (["--use_lstm"], ["missing core.", "--use_lstm there False, here True"]),
-        (["--env", "MinAtar/Breakout-v1"], ["torso.layers.0.weight: file [256,50]"]),
+        (["--env", "CartPole-v1"], ["torso.layers.0.weight: file [256,50]"]),
     ],
 )
 def test_weights_that_do_not_fit_are_told_in_one_line(savedir, flags, said):
