@@ -273,7 +273,8 @@ class Run:
         A new run begins with the weights that --init_from names, if it does.
 
         Raises:
-          CheckpointError: there are checkpoints, and none is good.
+          CheckpointError: there are checkpoints, and none is good; or it is another
+            program's.
           ConfigError: the checkpoint was made with another environment or network.
         """
         checkpoint.sweep(self._checkpoints)
@@ -319,7 +320,6 @@ class Run:
             new = _plain(getattr(flags, key, old))
             if new != old:
                 log.info("  --%s was %s and is now %s", key, old, new)
-        return found
 
     def _take_weights(self, name: str) -> None:
         """Load the weights, and nothing else, of another run or checkpoint.
