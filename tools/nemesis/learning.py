@@ -60,7 +60,7 @@ TASKS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=7)
     parser.add_argument(
         "--goal", type=float, default=GOAL, help="times the steps; single seeds differ"
     )
