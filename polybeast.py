@@ -910,8 +910,8 @@ def train(flags: argparse.Namespace) -> Exit:
         if flags.server_addresses is None:
             servers = stack.enter_context(LocalServers(flags))
         welcome = greet(flags, servers, stop)
-        if welcome is None:
-            return Exit.STOPPED
+        if welcome is None or stop.received is not None:
+            return Exit.STOPPED  # Before there is anything to save.
         check_welcome(flags, welcome)
         if flags.env not in (None, welcome.env):
             raise ConfigError(
