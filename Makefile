@@ -11,7 +11,8 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cc csrc/tests/*.h csrc/tests/*.cc benchm
 
 TRAIN := --xpid 'train-{env}'
 QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 \
-  --batch_size 16 --envs_per_actor 16 --learning_rate 0.001
+  --batch_size 16 --envs_per_actor 16 --learning_rate 0.002 --epsilon 0.001 \
+  --entropy_cost 0.02
 
 .PHONY: train quickstart test test-classic sanitize fuzz nemesis nemesis-short bench \
   results-table wheel lint setup clean
