@@ -13,7 +13,7 @@ from core.dry_run import dry_run
 from core.spaces import ArraySpec
 from core.supervise import ConfigError
 from core.toys import Catch
-from tests.test_net import ATARI, SMALL
+from tests.test_net import ATARI, VECTORS
 
 A = 7
 F32 = np.dtype(np.float32)
@@ -148,7 +148,7 @@ def test_a_wrong_network_is_refused_with_what_was_expected_and_what_came(net):
 
 
 @pytest.mark.parametrize("use_lstm", [False, True])
-@pytest.mark.parametrize("space", [SMALL["dict"], ATARI], ids=["nest", "picture"])
+@pytest.mark.parametrize("space", [VECTORS["dict"], ATARI], ids=["nest", "picture"])
 def test_the_networks_of_both_trainers_are_accepted(space, use_lstm):
     action = gym.spaces.Discrete(A, start=-3)
     for trainer in (monobeast, polybeast):
