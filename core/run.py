@@ -17,6 +17,7 @@ import faulthandler
 import logging
 import math
 import random
+import signal
 import sys
 import threading
 import time
@@ -578,6 +579,8 @@ def run_program(
     try:
         flags = parse_flags(argv)
         faulthandler.enable()
+        if flags.mode != "train":  # Ctrl-C closes environments and videos.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return int(train(flags) if flags.mode == "train" else test(flags))
     except (ConfigError, metrics.RunDirBusy, checkpoint.CheckpointMismatch) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
