@@ -2,17 +2,20 @@
 """Checkpoints: written so that one good one always exists, read without trust.
 
     checkpoints/
-        step-000000123456/
-            model.safetensors       one file per group of tensors
-            optimizer.safetensors
-            state.json              everything that is not a tensor
-            manifest.json           step, and size and sha256 of each file above
-        step-000000123456.old/      only for a moment, while its step is saved again
-        .tmp-<pid>-<random>/        being written or deleted; `sweep` removes leftovers
+        step-000000123456.safetensors       the last `keep` of them
+        step-000000123456.safetensors.old   only for a moment, while its step is saved
+                                            again
 
-A checkpoint is written under a temporary name, synced, read back, and renamed: a
-process killed at any moment, or a full disk, costs the new checkpoint and no old one.
-Reading checks every byte against the manifest, and the manifest against its folder.
+A checkpoint is a safetensors file, which any safetensors reader opens: tensors named
+`<group>/<name>`, and as metadata the step, everything that is not a tensor as JSON, and
+the sha256 of all the file, its own 64 digits taken as zeros.
+
+It is written without a name (O_TMPFILE), synced, read back, and only then linked: a
+process killed at any moment, or a full disk, costs the new checkpoint and no old one,
+and nothing half written is left. Where files cannot be without a name (macOS, network
+file systems) it is called `.tmp-<pid>-<random>` until it is renamed; `sweep` removes
+leftovers.
+
 Nothing here pickles or unpickles, so a checkpoint from a stranger can be wrong, but it
 cannot run code.
 """
@@ -27,6 +30,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +39,14 @@ import safetensors.torch
 import torch
 
 FORMAT = "torchbeast-checkpoint"
-VERSION = 1  # Goes up whenever an older program would misread what is written.
+VERSION = 2  # Goes up whenever an older program would misread what is written.
 
-_NAME = re.compile(r"step-(\d{12})(\.old)?", re.ASCII)
+_NAME = re.compile(r"step-(\d{12})\.safetensors(\.old)?", re.ASCII)
 _GROUP = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 _TEMPORARY = re.compile(r"\.tmp-(\d{1,9})-.*", re.ASCII)
-_MAX_MANIFEST_BYTES = 2**20  # A real one has some hundred bytes.
+# In a header. What quotes it, as in a tensor's name, has backslashes there.
+_SHA256 = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+_LENGTH_BYTES = 8  # Of the header's length, with which a safetensors file begins.
 _MAX_DIFFERENCES = 8  # Named in one message; the rest is counted.
 _MAX_REASON = 500  # Characters. Damaged files put strange things into messages.
 
@@ -106,41 +112,22 @@ def save(
             raise ValueError(
                 f"model tensor {name} is not finite at step {step}; not saved"
             )
-    files = {"state.json": json.dumps(state).encode()}
-    for group, named in tensors.items():
-        if not _GROUP.fullmatch(group):
-            raise ValueError(f"group of tensors {group!r} is not {_GROUP.pattern}")
-        files[f"{group}.safetensors"] = safetensors.torch.save(
-            {
-                name: tensor.detach().to("cpu", copy=True).contiguous()
-                for name, tensor in named.items()
-            }
-        )
-    path = directory / f"step-{step:012d}"
-    temporary = _temporary(directory)
+    data = _encode(step, tensors, state)
+    path = directory / f"step-{step:012d}.safetensors"
     try:
         if not directory.is_dir():
             directory.mkdir(parents=True, exist_ok=True)
             _sync_dir(directory.parent)
-        temporary.mkdir()
-        for name, data in files.items():
-            _write(temporary / name, data)
-        records = {name: _record(data) for name, data in files.items()}
-        _write(temporary / "manifest.json", _manifest(step, records))
-        _sync_dir(temporary)
-        _read(temporary, step)  # What `load` would not take may not replace anything.
-        _move(temporary, path)
+        _write(path, data, step)
         _sync_dir(directory)
         _delete_old(directory, path, keep)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"saving {path} failed: {error}") from error
-    finally:
-        _remove(temporary)
     return path
 
 
 def sweep(directory: Path) -> None:
-    """Remove what dead processes left half written or half deleted.
+    """Remove what dead processes left half written.
 
     Call it when a run starts, before it saves: what bears our own process id then comes
     from an earlier process with the same one, as in a container started again.
@@ -154,34 +141,78 @@ def sweep(directory: Path) -> None:
             _remove(path)
 
 
-def _temporary(directory: Path) -> Path:
-    return directory / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _record(data: bytes) -> dict[str, Any]:
-    """Return what the manifest says about a file."""
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _manifest(step: int, records: dict[str, dict[str, Any]]) -> bytes:
-    """Return the one manifest that fits these files.
-
-    Every byte of it follows from the folder, so a change anywhere shows.
-    """
-    content = {
+def _encode(
+    step: int, tensors: dict[str, dict[str, torch.Tensor]], state: dict[str, Any]
+) -> bytes:
+    """Return a checkpoint's bytes."""
+    flat = {}
+    for group, named in tensors.items():
+        if not _GROUP.fullmatch(group):
+            raise ValueError(f"group of tensors {group!r} is not {_GROUP.pattern}")
+        for name, tensor in named.items():
+            flat[f"{group}/{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
+    metadata = {
         "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "files": {name: records[name] for name in sorted(records)},
+        "version": str(VERSION),
+        "step": str(step),
+        "groups": " ".join(tensors),  # Some may be empty.
+        "state": json.dumps(state),
+        "sha256": "0" * 64,
     }
-    return json.dumps(content, indent=1).encode() + b"\n"
+    return _seal(safetensors.torch.save(flat, metadata))
 
 
-def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _seal(data: bytes) -> bytes:
+    """Return a checkpoint's bytes with the sha256 that they should have."""
+    start, end = _find_digest(data)
+    return data[:start] + _digest(data, start, end) + data[end:]
+
+
+def _digest(data: bytes, start: int, end: int) -> bytes:
+    """Return the sha256 of data, in hex, with [start:end] taken as zeros."""
+    view = memoryview(data)
+    digest = hashlib.sha256(view[:start])
+    digest.update(b"0" * (end - start))
+    digest.update(view[end:])
+    return digest.hexdigest().encode()
+
+
+def _write(path: Path, data: bytes, step: int) -> None:
+    """Write a file that has its name only once it is complete, synced and read back."""
+    temporary = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    fd = _open_unnamed(path.parent)
+    is_named = fd is None
+    if fd is None:
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with open(fd, "w+b") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+            file.seek(0)
+            # What `load` would not take may not replace anything.
+            _parse(file.read(), step)
+            _make_room(path)
+            if is_named:
+                temporary.rename(path)
+            else:
+                # With any src_dir_fd Python calls linkat, which can follow that link.
+                os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)
+    finally:
+        if is_named:
+            _remove(temporary)  # If it still has that name.
+
+
+def _open_unnamed(directory: Path) -> int | None:
+    """Open a new file that has no name yet; None if that cannot be done there."""
+    if not hasattr(os, "O_TMPFILE") or not Path("/proc/self/fd").exists():
+        return None
+    try:
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ENOTSUP, errno.EISDIR, errno.EINVAL):
+            return None
+        raise
 
 
 def _sync_dir(path: Path) -> None:
@@ -197,20 +228,15 @@ def _sync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def _move(temporary: Path, path: Path) -> None:
-    """Give a complete checkpoint its name, which may be taken.
+def _make_room(path: Path) -> None:
+    """Free the name of a checkpoint, which is taken if its step has been saved before.
 
-    POSIX cannot replace a folder that is not empty in one step. Between the two renames
-    the old one is there as `.old`, which `load` reads too.
+    A good one stays as `.old`, which `load` reads too.
     """
-    if os.path.lexists(path):
-        if _is_good(path):
-            old = path.with_name(f"{path.name}.old")
-            _discard(old)
-            path.rename(old)
-        else:
-            _discard(path)
-    temporary.rename(path)
+    if _is_good(path):
+        path.rename(f"{path}.old")
+    else:
+        _remove(path)
 
 
 def _delete_old(directory: Path, newest: Path, keep: int) -> None:
@@ -225,22 +251,13 @@ def _delete_old(directory: Path, newest: Path, keep: int) -> None:
         if not _NAME.fullmatch(name) or step_name > newest.name:
             continue
         if step_name in good or len(good) == keep:
-            _discard(directory / name)
+            _remove(directory / name)
         elif name == newest.name or _is_good(directory / name):
             good.add(step_name)
 
 
-def _discard(path: Path) -> None:
-    """Delete a checkpoint; half deleted, it must not look like a damaged one."""
-    if not os.path.lexists(path):
-        return
-    temporary = _temporary(path.parent)
-    path.rename(temporary)
-    _remove(temporary)
-
-
 def _remove(path: Path) -> None:
-    """Remove something temporary; what cannot be removed now is left to `sweep`."""
+    """Remove what is not needed any more, if it can be removed and is there at all."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -289,13 +306,15 @@ def load(directory: Path) -> Checkpoint | None:
 def load_from(path: Path) -> Checkpoint | None:
     """Return the checkpoint at `path`, or the newest good one of the run there.
 
+    A file may have any name.
+
     Raises:
       CheckpointError: what is there is not good.
     """
-    if not (path / "manifest.json").exists():
+    if not path.is_file():
         return load(path / "checkpoints") or load(path)
     try:
-        return _read_named(path)
+        return _read(path)
     except CheckpointError as error:
         raise CheckpointError(one_line(f"{path}: {error}")) from error
 
@@ -327,90 +346,81 @@ def _is_good(path: Path) -> bool:
 def _read_named(path: Path) -> Checkpoint:
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise CheckpointError("its name is not step-<12 digits>")
+        raise CheckpointError("its name is not step-<12 digits>.safetensors")
     return _read(path, int(match[1]))
 
 
-def _read(path: Path, step: int) -> Checkpoint:
-    """Read the checkpoint of a step and check all of it.
+def _read(path: Path, step: int | None = None) -> Checkpoint:
+    """Read a checkpoint, of any step unless one is given, and check all of it.
 
     Raises:
       CheckpointError: something is wrong with it; the message is the reason alone.
     """
     try:
-        return _read_verified(path, step, _read_manifest(path, step))
+        # Opening a pipe would wait for ever without O_NONBLOCK.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CheckpointError("is not a regular file")
+            found = _parse(file.read(), step)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError("is a symbolic link") from error
+        raise CheckpointError(f"cannot be read: {error.strerror}") from error
+    return dataclasses.replace(found, path=path)
+
+
+def _parse(data: bytes, step: int | None) -> Checkpoint:
+    """Return the checkpoint in a file's bytes, having compared them with its sha256.
+
+    Raises:
+      CheckpointError: it is damaged, or of another format, version or step.
+    """
+    start, end = _find_digest(data)
+    if _digest(data, start, end) != data[start:end]:
+        raise CheckpointError("has another sha256 than when it was written")
+    try:
+        return _parse_verified(data, step)
     except CheckpointError:
         raise
     except Exception as error:
-        # Parsers meet damaged and hostile bytes here. However one of them gives up
-        # (also RecursionError, MemoryError), this checkpoint is not good.
+        # Parsers meet a stranger's bytes here, with the right sha256. However one of
+        # them gives up (also RecursionError, MemoryError), this checkpoint is not good.
         raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
-def _read_manifest(path: Path, step: int) -> bytes:
-    """Return the manifest, having checked names, kinds and sizes against the folder."""
-    if path.is_symlink():
-        raise CheckpointError("is a symbolic link")
-    sizes = {}
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if not entry.is_file(follow_symlinks=False):
-                raise CheckpointError(f"{entry.name!r} is not a regular file")
-            sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
-    size = sizes.pop("manifest.json", None)
-    if size is None:
-        raise CheckpointError("manifest.json is missing")
-    if size > _MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"manifest.json has {size} bytes")
-    raw = (path / "manifest.json").read_bytes()
-    manifest = json.loads(raw)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError("manifest.json does not describe a checkpoint")
-    if manifest.get("version") != VERSION:
+def _find_digest(data: bytes) -> tuple[int, int]:
+    """Return where the 64 digits of the sha256 are in a checkpoint's bytes."""
+    header_end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if header_end > len(data):
+        raise CheckpointError(f"is truncated, or no checkpoint: {len(data)} bytes")
+    match = _SHA256.search(data, _LENGTH_BYTES, header_end)
+    if match is None:
+        raise CheckpointError("is no checkpoint: its header has no sha256")
+    return match.span(1)
+
+
+def _parse_verified(data: bytes, step: int | None) -> Checkpoint:
+    header_end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    metadata = json.loads(data[_LENGTH_BYTES:header_end])["__metadata__"]
+    if metadata["format"] != FORMAT:
+        raise CheckpointError(f"has format {metadata['format']!r}, not {FORMAT}")
+    if metadata["version"] != str(VERSION):
         raise CheckpointError(
-            f"has format version {manifest.get('version')!r}; this program reads "
-            f"version {VERSION}"
+            f"has format version {metadata['version']!r}; this program reads version "
+            f"{VERSION}"
         )
-    if manifest["step"] != step:
-        raise CheckpointError(f"manifest.json is of step {manifest['step']!r}")
-    # Names are compared with those in the folder and never used to open anything, so
-    # "../x" is a missing file.
-    differences = [f"{name!r} is missing" for name in manifest["files"].keys() - sizes]
-    for name in sizes:
-        if name not in manifest["files"]:
-            differences.append(f"{name!r} does not belong to it")
-        elif (expected := manifest["files"][name]["size"]) != sizes[name]:
-            differences.append(
-                f"{name!r} has {sizes[name]} bytes instead of {expected!r}"
-            )
-    if differences:
-        raise CheckpointError(_join(differences))
-    return raw
-
-
-def _read_verified(path: Path, step: int, manifest: bytes) -> Checkpoint:
-    """Read each file once, compare it with the manifest, and parse those same bytes."""
-    expected = json.loads(manifest)["files"]
-    state: Any = None
-    tensors = {}
-    records = {}
-    for name in expected:
-        data = (path / name).read_bytes()
-        records[name] = _record(data)
-        if records[name] != expected[name]:
-            raise CheckpointError(f"{name!r} has another sha256 than when written")
-        group, dot, kind = name.partition(".")
-        if name == "state.json":
-            state = json.loads(data)
-        elif _GROUP.fullmatch(group) and kind == "safetensors":
-            tensors[group] = safetensors.torch.load(data)
-        else:
-            raise CheckpointError(f"{name!r} does not belong into a checkpoint")
-    if manifest != _manifest(step, records):
-        raise CheckpointError("manifest.json is not as it was written")
+    if step is not None and metadata["step"] != str(step):
+        raise CheckpointError(f"is of step {metadata['step']}")
+    state = json.loads(metadata["state"])
     if not isinstance(state, dict):
-        raise CheckpointError("state.json is missing or not an object")
-    return Checkpoint(path, step, tensors, state)
+        raise CheckpointError("its state is not an object")
+    tensors: dict[str, dict[str, torch.Tensor]]
+    tensors = {group: {} for group in metadata["groups"].split()}
+    for name, tensor in safetensors.torch.load(data).items():
+        group, _, name = name.partition("/")
+        tensors[group][name] = tensor
+    return Checkpoint(Path(), int(metadata["step"]), tensors, state)
 
 
 def one_line(text: str) -> str:

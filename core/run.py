@@ -329,13 +329,13 @@ class Run:
         a few flags are read, to be shown.
         """
         place = Path(name).expanduser()
-        if not place.is_dir():
+        if not place.exists():
             place = Path(self.flags.savedir) / name
         found = checkpoint.load_from(place)
         if found is None:
             raise ConfigError(
                 f"--init_from is {name}, where there is no checkpoint. Name the folder "
-                "of a run or of one of its checkpoints (step-...), or a run in "
+                "of a run or one of its checkpoints (step-...), or a run in "
                 f"--savedir ({self.flags.savedir})."
             )
         for line in found.rejected:

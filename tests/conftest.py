@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from core.supervise import start_thread
+from tools.nemesis.programs import is_saving
 
 DEADLINE_S = 60.0  # For anything awaited; a test that needs it all has failed.
 POLL_S = 0.005
@@ -61,6 +62,10 @@ class Program:
 
     def wait_for_text(self, text: str) -> None:
         self.wait_for(lambda: text in self.text())
+
+    def is_saving(self, run_dir: Path) -> bool:
+        """Say whether it writes a checkpoint of that run now."""
+        return is_saving(self.pid, run_dir / "checkpoints")
 
     def family(self) -> list[psutil.Process]:
         """Return its present children, and theirs."""

@@ -3,14 +3,12 @@
 
 import os
 import random
-import shutil
 import signal
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import safetensors.torch
 
 from core import checkpoint
 from core.spaces import map_nest
@@ -31,7 +29,7 @@ def rng():
 def save_over_the_old_one(directory, **contents):
     """Save as to a file of one name: from the first byte on the old one is gone."""
     for path in directory.glob("step-*"):
-        shutil.rmtree(path)
+        path.unlink()
     checkpoint.save(directory, **contents)
 
 
@@ -44,16 +42,7 @@ def test_kills_find_a_save_that_is_not_atomic(tmp_path, rng):
 def test_kills_find_nothing_wrong_with_ours(tmp_path, rng):
     seen = checkpoints.kill_in_saves(tmp_path, 3, rng)
     assert seen["in_a_save"] == 3
-    assert seen["unreadable"] == 0
-
-
-def read_unverified(path, step, manifest):
-    """Read a checkpoint as if every byte of it were right."""
-    tensors = {
-        file.stem: safetensors.torch.load_file(file)
-        for file in path.glob("*.safetensors")
-    }
-    return checkpoint.Checkpoint(path, step, tensors, {"number": 2 * step})
+    assert seen["unreadable"] == seen["half_saves"] == 0
 
 
 def test_mutations_find_a_checkpoint_that_is_not_verified(tmp_path, rng, monkeypatch):
@@ -62,7 +51,7 @@ def test_mutations_find_a_checkpoint_that_is_not_verified(tmp_path, rng, monkeyp
         "detected": 30,
         "fell_back": 30,
     }
-    monkeypatch.setattr(checkpoint, "_read_verified", read_unverified)
+    monkeypatch.setattr(checkpoint, "_digest", lambda data, start, end: data[start:end])
     seen = checkpoints.mutate_many(tmp_path / "theirs", 30, rng)
     assert seen["detected"] < seen["injected"] == 30
     assert seen["fell_back"] < 30
@@ -168,7 +157,7 @@ def test_leftovers_of_every_kind_are_found():
         assert sum(what.startswith("process ") for what in found) >= 4  # And a tracker.
         assert any(what.startswith("tmp/pymp-") for what in found)  # The fork server's.
         half = program.checkpoints / ".tmp-1-half"
-        half.mkdir()
+        half.touch()
         (program.run_dir / ".meta.json.tmp-1").touch()
         (program.temporary / "torchbeast-x").mkdir()
         program.process.kill()
@@ -176,6 +165,4 @@ def test_leftovers_of_every_kind_are_found():
         wait_for(lambda: not program.family())
         left = set(program.leftovers())
         assert {"runs/x/.meta.json.tmp-1", "tmp/torchbeast-x"} <= left
-        assert {what for what in left if leftovers.is_half_save(what)} >= {
-            "runs/x/checkpoints/.tmp-1-half"
-        }
+        assert "runs/x/checkpoints/.tmp-1-half" in left

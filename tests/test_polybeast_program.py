@@ -180,7 +180,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(train, run_dir, 
 
 
 def is_saving(program: Program, run_dir: Path) -> bool:
-    return any(run_dir.glob("checkpoints/.tmp-*"))
+    return program.is_saving(run_dir)
 
 
 def has_said(text: str) -> Callable[[Program, Path], bool]:

@@ -101,13 +101,11 @@ class Welcome:
 
 
 class Checkpoint:
-    """A folder of checkpoints, two of them good. The last one is of the input.
+    """A folder of checkpoints, two of them good. The last one becomes the input.
 
-    The first byte of an input says which file it replaces, and whether the manifest
-    is made to fit, as an attacker would.
+    The first byte of an input says whether its sha256 is made to fit, as an attacker
+    would.
     """
-
-    FILES = ("manifest.json", "model.safetensors", "state.json")
 
     def __init__(self) -> None:
         import torch
@@ -123,37 +121,24 @@ class Checkpoint:
                 tensors={"model": {"w": torch.ones(5, 3), "b": torch.zeros(3)}},
                 state={"step": step, "flags": {"env": "Toy", "lr": 0.1}, "x": [None]},
             )
-        self.path = self.folder / "step-000000000002"
-        self.good = {name: (self.path / name).read_bytes() for name in self.FILES}
-        self.seeds = [
-            bytes([i | fits << 2]) + self.good[name]
-            for i, name in enumerate(self.FILES)
-            for fits in (0, 1)
-        ]
+        self.path = self.folder / "step-000000000002.safetensors"
+        self.good = self.path.read_bytes()
+        self.seeds = [bytes([fits]) + self.good for fits in (0, 1)]
 
     def close(self) -> None:
         shutil.rmtree(self.folder)
 
     def read(self, data: bytes) -> None:
-        code = data[0] if data else 0
-        files = dict(self.good)
-        files[self.FILES[code % 4 % 3]] = data[1:]
-        if code & 4:
-            records = {
-                name: self.checkpoint._record(files[name]) for name in self.FILES[1:]
-            }
-            files["manifest.json"] = self.checkpoint._manifest(2, records)
-        for name, content in files.items():
-            (self.path / name).write_bytes(content)
+        fits, file = bool(data) and data[0] % 2, data[1:]
+        if fits:
+            with contextlib.suppress(self.checkpoint.CheckpointError):
+                file = self.checkpoint._seal(file)
+        self.path.write_bytes(file)
         found = self.checkpoint.load(self.folder)
         if found is None or found.step not in (1, 2):
             raise Broken(f"loaded {found}, not one of the two checkpoints")
-        if (
-            found.step == 2
-            and files["model.safetensors"] != self.good["model.safetensors"]
-        ):
-            if not code & 4:
-                raise Broken("a changed file was not noticed")
+        if found.step == 2 and file != self.good and not fits:
+            raise Broken("a changed file was not noticed")
         for line in found.rejected:
             _check_text(line)
 

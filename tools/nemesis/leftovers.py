@@ -5,9 +5,6 @@ The ways: SIGINT, SIGTERM, SIGKILL, an environment that raises, a learner that r
 and SIGKILL while an environment hangs in C code with the GIL held. LIMIT_S after the
 end there may be no process, wherever it hangs in the tree; nothing in the temporary
 folder or in /dev/shm; no temporary file in the run's folder.
-
-One thing is allowed, and counted: SIGKILL in the middle of a save leaves what is half
-written, for nobody is there to remove it. The next start does, which is checked.
 """
 
 import argparse
@@ -58,7 +55,6 @@ def measure(flags: argparse.Namespace) -> Result:
     ends: Counter[str] = Counter()
     left: list[str] = []
     clean_s: list[float] = []
-    half_saves = 0
     for module in MODULES:
         start_s = measure_start(module)
         for i in range(flags.count):
@@ -68,9 +64,6 @@ def measure(flags: argparse.Namespace) -> Result:
                 status = end(program, way, kind, rng, start_s)
                 ends[f"{module}: {way}, status {status}"] += 1
                 seconds, found = watch(program, shm)
-                if found and way.startswith("KILL") and all(map(is_half_save, found)):
-                    half_saves += 1
-                    found = start_again(module, folder, way)
             clean_s.append(seconds)
             left += [f"{module} after {way} at {kind}: {what}" for what in found]
     result = Result(
@@ -79,7 +72,6 @@ def measure(flags: argparse.Namespace) -> Result:
         figures={
             "left": left,
             "clean_s": spread(clean_s),
-            "half_saves_removed_at_the_next_start": half_saves,
             "ends": dict(sorted(ends.items())),
         },
     )
@@ -87,13 +79,12 @@ def measure(flags: argparse.Namespace) -> Result:
     return result
 
 
-def start(module: str, folder: Path, way: str, *flags: str) -> Program:
-    breaks = BREAKS.get(way, [])
-    return Program(module, folder, *SIZES[module], *FLAGS, *breaks, *flags)
+def start(module: str, folder: Path, way: str) -> Program:
+    return Program(module, folder, *SIZES[module], *FLAGS, *BREAKS.get(way, []))
 
 
 def watch(program: Program, shm: set[str]) -> tuple[float, list[str]]:
-    """Wait until nothing but half a save is left; return how long, and what is.
+    """Wait until nothing is left; return how long, and what is.
 
     Args:
       shm: what was in /dev/shm before.
@@ -103,16 +94,12 @@ def watch(program: Program, shm: set[str]) -> tuple[float, list[str]]:
     def is_clean() -> bool:
         nonlocal found
         found = program.leftovers() + sorted(set(os.listdir(SHM)) - shm)
-        return all(map(is_half_save, found))
+        return not found
 
     try:
         return wait_for(is_clean, LIMIT_S), found
     except TimeoutError:
         return LIMIT_S, found
-
-
-def is_half_save(what: str) -> bool:
-    return "/checkpoints/.tmp-" in what
 
 
 def end(
@@ -136,12 +123,3 @@ def end(
     if status not in expected:
         raise RuntimeError(f"status {status} after {way}:\n{program.text()}")
     return status
-
-
-def start_again(module: str, folder: Path, way: str) -> list[str]:
-    """Let the same run go on for a moment, or not even; return what is left then."""
-    with start(module, folder, way, "--total_steps", "20") as again:
-        if again.wait() != Exit.DONE:
-            raise RuntimeError(f"did not go on:\n{again.text()}")
-        wait_for(lambda: not again.family(), LIMIT_S)
-        return again.leftovers()

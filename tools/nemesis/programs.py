@@ -105,7 +105,7 @@ class Program:
         return 0
 
     def is_saving(self) -> bool:
-        return any(self.checkpoints.glob(".tmp-*"))
+        return is_saving(self.pid, self.checkpoints)
 
     def newest(self) -> str:
         """Return the name of the newest checkpoint, good or not."""
@@ -138,6 +138,15 @@ class Program:
         ]
         files += [p for p in _everything_in(self.run_dir.parent) if ".tmp-" in p.name]
         return processes + [str(p.relative_to(self.temporary.parent)) for p in files]
+
+
+def is_saving(pid: int, checkpoints: Path) -> bool:
+    """Say whether a process has a file open in that folder; it has no name yet."""
+    with contextlib.suppress(OSError):  # It is closed meanwhile, or the process ends.
+        for fd in os.scandir(f"/proc/{pid}/fd"):
+            if os.readlink(fd.path).startswith(f"{checkpoints}/"):
+                return True
+    return False
 
 
 def _everything_in(folder: Path) -> list[Path]:
