@@ -350,7 +350,7 @@ class ImageTorso(nn.Module):
 
 
 class SmallTorso(ImageTorso):
-    """One convolution and a linear layer, as in Young & Tian 2019 (MinAtar)."""
+    """A convolution and two linear layers, for pictures as small as MinAtar's."""
 
     name = "small"
     min_side = 5
@@ -362,7 +362,11 @@ class SmallTorso(ImageTorso):
                 nn.ReLU(inplace=True),
             )
 
-        super().__init__(space, convs, 128)
+        super().__init__(space, convs, 256)
+        self.last = orthogonal(nn.Linear(256, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.last(super().forward(x)))
 
 
 class ShallowTorso(ImageTorso):

@@ -153,11 +153,12 @@ def test_the_deep_model_has_the_papers_fifteen_convolutions():
     assert channels == 5 * [16] + 5 * [32] + 5 * [32]
 
 
-def test_the_small_model_is_that_of_minatar():
+def test_the_small_model_is_as_wide_as_minatar_s_and_the_mlp():
     torso = make_net(SMALL_PICTURES["minatar"]).torso
     (conv,) = [m for m in torso.convs if isinstance(m, nn.Conv2d)]
     assert (conv.in_channels, conv.out_channels, conv.kernel_size) == (4, 16, (3, 3))
-    assert tuple(torso.fc.weight.shape) == (128, 16, 8, 8)
+    assert tuple(torso.fc.weight.shape) == (256, 16, 8, 8)
+    assert tuple(torso.last.weight.shape) == (256, 256)
 
 
 def test_the_shallow_model_is_that_of_nature():
