@@ -100,6 +100,17 @@ def test_a_panel_for_each_environment_with_the_published_returns(tmp_path, refer
     assert cartpole.get_lines()[0].get_color() == lines["a, 3 seeds"].get_color()
 
 
+def test_environments_can_share_a_panel(tmp_path, reference):
+    for seed in (1, 2):
+        write_run(tmp_path / f"Catch-{seed}", "Catch", seed, [(1, 0), (9, seed)])
+        write_run(tmp_path / f"Memory-{seed}", "Memory", seed, [(1, 0), (9, 5)])
+    runs = plot.find_runs([tmp_path])
+    (axes,) = plot.draw(runs, "steps", together="Both").axes
+    assert axes.get_title() == "Both"
+    labels = [line.get_label() for line in axes.get_lines()]
+    assert labels == ["Catch, 2 seeds", "Memory, 2 seeds"]
+
+
 def test_a_figure_appears_beside_the_data_or_where_it_is_wanted(tmp_path, reference):
     run = write_run(tmp_path / "runs" / "a", "Catch", 1, [(1, 0), (9, 1)])
     plot.main([str(run)])
@@ -113,7 +124,42 @@ def test_runs_without_a_finished_game_are_left_out(tmp_path, capsys):
     write_run(tmp_path / "a", "Catch", 1, [(1, "")])
     run = write_run(tmp_path / "b", "Catch", 1, [(1, ""), (2, 1)])
     assert [r.folder for r in plot.find_runs([tmp_path])] == [run]
-    assert "a: no finished game yet" in capsys.readouterr().err
+    assert "a: has no mean_episode_return yet" in capsys.readouterr().err
+
+
+def test_any_column_can_be_drawn(tmp_path, reference):
+    run = write_run(tmp_path / "a", "Catch", 1, [(1, ""), (2, 1), (3, 1)])
+    log = (run / "logs.csv").read_text().splitlines()
+    extra = ["info_x", "5", "", "7"]
+    lines = [f"{line},{x}" for line, x in zip(log, extra, strict=True)]
+    (run / "logs.csv").write_text("\n".join(lines) + "\n")
+    (axes,) = plot.draw(plot.find_runs([run], "info_x"), "steps", "info_x").axes
+    (curve,) = axes.get_lines()  # No published return beside it.
+    assert list(curve.get_ydata()[[0, -1]]) == [5, 7]
+    assert axes.get_ylabel() == "info_x"
+
+
+def test_the_ends_of_runs_against_a_flag(tmp_path, reference):
+    for lag in (0, 100):
+        for seed in (1, 2, 3):
+            # Up to 0.8 of the steps they all are the same.
+            rows = [(1, 9), (79, 9), (80, seed), (100, seed - lag)]
+            write_run(tmp_path / f"lag={lag}-vtrace-{seed}", "Memory", seed, rows)
+    plot.main([str(tmp_path), "--against", "lag"])
+    assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
+    (axes,) = plot.draw(plot.find_runs([tmp_path]), "steps", against="lag").axes
+    medians, points, _ = axes.get_lines()
+    assert medians.get_label() == "vtrace"
+    assert list(medians.get_xdata()) == [0, 100]
+    assert list(medians.get_ydata()) == [2, 2 - 50]
+    assert len(points.get_xdata()) == 6
+    assert axes.get_xlabel() == "lag"
+
+
+def test_a_flag_that_no_name_has_is_told(tmp_path):
+    write_run(tmp_path / "a-1", "Catch", 1, [(1, 0)])
+    with pytest.raises(SystemExit, match="a-1: its name does not have lag=<number>"):
+        plot.main([str(tmp_path), "--against", "lag"])
 
 
 def test_a_folder_without_runs_is_named(tmp_path):

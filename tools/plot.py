@@ -3,12 +3,16 @@
 
     python -m tools.plot results/minatar
     python -m tools.plot results/minatar --x hours --out hours.png
+    python -m tools.plot results/lag --against lag
 
 Folders are runs, or hold runs. Those whose names differ only in the seed at the end are
 seeds of one variant: they get one colour, a line for the median, and a band for the
 interquartile range, as far as all of them have come. The curve is the mean return of
-the last 100 full games. Dashed lines are the figures that others have published for
-that environment (results/reference.csv), at the end of what they trained for.
+the last 100 full games, or --y. Dashed lines are the figures that others have published
+for that environment (results/reference.csv), at the end of what they trained for.
+
+With --against FLAG there are points instead of curves: the mean over the last fifth of
+each run, against the value that its name has for the flag, as in `lag=20-vtrace-1`.
 
 Writes curve.png into the first folder.
 """
@@ -31,6 +35,8 @@ import numpy as np
 
 REFERENCE = Path(__file__).parents[1] / "results" / "reference.csv"
 POINTS = 500  # On the x axis that seeds share.
+LAST = 0.2  # The part of a run whose mean --against shows.
+RETURN = "mean_episode_return"
 
 # For --x: the column of logs.csv, what it is divided by, and the label.
 AXES = {
@@ -46,16 +52,21 @@ class Run:
 
     folder: Path
     meta: dict[str, Any]
-    rows: list[dict[str, str]]  # Those of logs.csv that have a mean return.
+    rows: list[dict[str, str]]  # Those of logs.csv that have what is to be drawn.
 
     @property
     def env(self) -> str:
         return self.meta["flags"]["env"]
 
     @property
+    def name(self) -> str:
+        """Its folder's name, less the seed at the end."""
+        return re.sub(rf"-{self.meta['flags']['seed']}$", "", self.folder.name)
+
+    @property
     def variant(self) -> str:
-        """Its name, less the seed at the end and the words of its environment."""
-        name = re.sub(rf"-{self.meta['flags']['seed']}$", "", self.folder.name)
+        """Its name, less the words of its environment."""
+        name = self.name
         env = re.split(r"\W+", self.env.lower())
         words = [word for word in name.split("-") if word.lower() not in env]
         return "-".join(words) or name
@@ -63,9 +74,21 @@ class Run:
     def column(self, name: str) -> np.ndarray:
         return np.array([float(row[name]) for row in self.rows])
 
+    def split(self, flag: str) -> tuple[str, float]:
+        """Return its variant without the value of a flag, and that value."""
+        match = re.search(rf"(?:^|-){flag}=(-?[\d.]+(?:e-?\d+)?)", self.variant)
+        if match is None:
+            raise SystemExit(f"{self.folder}: its name does not have {flag}=<number>")
+        return self.variant.replace(match[0], "").strip("-") or flag, float(match[1])
 
-def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read all runs in some folders, themselves included, as far as they have games."""
+    def last(self, name: str) -> float:
+        """Return the mean of a column over the last part of the run."""
+        step = self.column("step")
+        return self.column(name)[step >= (1 - LAST) * step[-1]].mean()
+
+
+def find_runs(folders: Iterable[Path], y: str = RETURN) -> list[Run]:
+    """Read all runs in some folders, themselves included, as far as they have `y`."""
     found = []
     for folder in folders:
         logs = [folder / "logs.csv", *sorted(folder.glob("*/logs.csv"))]
@@ -74,24 +97,34 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
             raise SystemExit(f"{folder}: no run, and no folder of runs: no logs.csv")
         # A link is `latest`, which is there under its own name too.
         found += [run for run in inside if run == folder or not run.is_symlink()]
-    runs = [read_run(folder) for folder in found]
+    runs = [read_run(folder, y) for folder in found]
     for run in runs:
         if not run.rows:
-            print(f"{run.folder}: no finished game yet, left out", file=sys.stderr)
+            print(f"{run.folder}: has no {y} yet, left out", file=sys.stderr)
     return [run for run in runs if run.rows]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, y: str) -> Run:
     with open(folder / "logs.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["mean_episode_return"]]
+        rows = [row for row in csv.DictReader(file) if row.get(y)]
     return Run(folder, json.loads((folder / "meta.json").read_text()), rows)
 
 
-def by_variant(runs: Iterable[Run]) -> dict[str, dict[str, list[Run]]]:
-    """Return the seeds of each variant of each environment."""
+def by_variant(
+    runs: Iterable[Run], against: str | None = None, together: str | None = None
+) -> dict[str, dict[str, list[Run]]]:
+    """Return the seeds of each variant of each environment.
+
+    With `against` runs that differ in that flag only are of one variant; with
+    `together` all environments are one of that name.
+    """
     groups: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
-        groups.setdefault(run.env, {}).setdefault(run.variant, []).append(run)
+        if against:
+            variant = run.split(against)[0]
+        else:
+            variant = run.name if together else run.variant
+        groups.setdefault(together or run.env, {}).setdefault(variant, []).append(run)
     return groups
 
 
@@ -118,10 +151,36 @@ def read_reference(env: str) -> list[dict[str, str]]:
     return sorted(returns, key=lambda row: -float(row["value"]))
 
 
-def draw(runs: Sequence[Run], x_axis: str) -> plt.Figure:
+def draw_curves(axes: plt.Axes, seeds: Sequence[Run], x_axis: str, y: str, **style):
+    """Draw the median of some seeds' curves, and a band."""
+    column, unit, _ = AXES[x_axis]
+    curves = [(run.column(column) / unit, run.column(y)) for run in seeds]
+    x, (low, median, high) = aggregate(curves)
+    axes.plot(x, median, **style)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.25, linewidth=0)
+
+
+def draw_points(axes: plt.Axes, runs: Sequence[Run], flag: str, y: str, **style):
+    """Draw how some runs end against a flag: each of them, and a line of medians."""
+    x = np.array([run.split(flag)[1] for run in runs])
+    ends = np.array([run.last(y) for run in runs])
+    values = np.unique(x)
+    axes.plot(values, [np.median(ends[x == value]) for value in values], **style)
+    axes.plot(x, ends, "o", color=style["color"], markersize=4, alpha=0.6)
+    axes.set_xscale("symlog", linthresh=min(values[values > 0], default=1))
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
+
+
+def draw(
+    runs: Sequence[Run],
+    x_axis: str,
+    y: str = RETURN,
+    against: str | None = None,
+    together: str | None = None,
+) -> plt.Figure:
     """Return the figure: a panel for each environment."""
-    column, unit, label = AXES[x_axis]
-    groups = by_variant(runs)
+    groups = by_variant(runs, against, together)
     columns = min(len(groups), 3)
     lines = -(-len(groups) // columns)
     size = (6.4, 3.6) if len(groups) == 1 else (4.2 * columns, 3.4 * lines)
@@ -132,15 +191,12 @@ def draw(runs: Sequence[Run], x_axis: str) -> plt.Figure:
     for axes, (env, variants) in zip(grid.flat, groups.items()):
         for variant, seeds in variants.items():
             colour = colours.setdefault(variant, f"C{len(colours)}")
-            curves = [
-                (run.column(column) / unit, run.column("mean_episode_return"))
-                for run in seeds
-            ]
-            x, (low, median, high) = aggregate(curves)
-            name = f"{variant}, {len(seeds)} seeds" if len(seeds) > 1 else variant
-            axes.plot(x, median, color=colour, label=name)
-            axes.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)
-        for i, row in enumerate(read_reference(env)):
+            if against:
+                draw_points(axes, seeds, against, y, color=colour, label=variant)
+            else:
+                name = f"{variant}, {len(seeds)} seeds" if len(seeds) > 1 else variant
+                draw_curves(axes, seeds, x_axis, y, color=colour, label=name)
+        for i, row in enumerate(read_reference(env) if y == RETURN else []):
             value, frames = float(row["value"]), row["frames"]
             after = f" ({int(frames) / 1e6:g}M frames)" if frames else ""
             axes.axhline(
@@ -151,8 +207,8 @@ def draw(runs: Sequence[Run], x_axis: str) -> plt.Figure:
                 label=f"{row['system']}: {value:.6g}{after}",
             )
         axes.set_title(env)
-        axes.set_xlabel(label)
-        axes.set_ylabel("return, last 100 full games")
+        axes.set_xlabel(against or AXES[x_axis][2])
+        axes.set_ylabel("return, last 100 full games" if y == RETURN else y)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small", framealpha=0.6)
     for axes in grid.flat[len(groups) :]:
@@ -170,13 +226,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         "folders", nargs="+", type=Path, help="runs, or folders of runs"
     )
     parser.add_argument("--x", choices=AXES, default="steps", help="default: steps")
+    parser.add_argument(
+        "--y", default=RETURN, help=f"a column of logs.csv. Default: {RETURN}"
+    )
+    parser.add_argument("--against", metavar="FLAG", help="draw ends, not curves")
+    parser.add_argument(
+        "--together", metavar="TITLE", help="one panel for all environments"
+    )
     parser.add_argument("--out", type=Path, help="default: curve.png in the first one")
     parser.add_argument("--title", help="above the figure")
     args = parser.parse_args(argv)
 
-    if not (runs := find_runs(args.folders)):
+    if not (runs := find_runs(args.folders, args.y)):
         raise SystemExit("nothing to draw")
-    figure = draw(runs, args.x)
+    figure = draw(runs, args.x, args.y, args.against, args.together)
     if args.title:
         figure.suptitle(args.title)
     figure.savefig(args.out or args.folders[0] / "curve.png", dpi=120)
