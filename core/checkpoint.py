@@ -439,6 +439,23 @@ def _join(differences: list[str]) -> str:
 # ------------------------------------------------------- tensors and optimizer states
 
 
+def weights_for(model: torch.nn.Module, found: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's weights, having checked that they are a model's.
+
+    What is float32 in the model may be float16 in the file (`tools.publish`).
+
+    Raises:
+      CheckpointMismatch: they have other names, shapes or dtypes.
+    """
+    expected = model.state_dict()
+    got = dict(found.tensors.get("model", {}))
+    for name in got.keys() & expected.keys():
+        if (got[name].dtype, expected[name].dtype) == (torch.float16, torch.float32):
+            got[name] = got[name].float()
+    check_tensors(expected, got, what="model")
+    return got
+
+
 def check_tensors(
     expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor], *, what: str
 ) -> None:

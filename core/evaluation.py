@@ -190,8 +190,7 @@ def test_run(
         raise ConfigError(str(error)) from error
     with contextlib.closing(envs):
         net = create_net(envs.observation_space, envs.action_space)
-        checkpoint.check_tensors(net.state_dict(), found.tensors["model"], what="model")
-        net.load_state_dict(found.tensors["model"])
+        net.load_state_dict(checkpoint.weights_for(net, found))
         print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")
         games = play(
             envs,

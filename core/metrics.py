@@ -1083,7 +1083,8 @@ def write_meta(
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
-        "command": list(sys.argv),
+        # As it was typed, but python without its path.
+        "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
     }
     start = {"time": now.isoformat(timespec="seconds"), "step": extra.get("step", 0)}
     start |= {key: meta[key] for key in ("commit", "dirty", "host", "command")}

@@ -340,9 +340,8 @@ class Run:
             )
         for line in found.rejected:
             log.warning("Checkpoint not used: %s", line)
-        model = found.tensors.get("model", {})
         try:
-            checkpoint.check_tensors(self.learner.net.state_dict(), model, what="model")
+            model = checkpoint.weights_for(self.learner.net, found)
         except checkpoint.CheckpointMismatch as error:
             raise ConfigError(
                 f"--init_from {found.path} does not fit: {error}{self._others(found)}"

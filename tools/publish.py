@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy what others need to play with a trained agent: its weights and its flags.
+
+    python -m tools.publish runs/my-run results/play/my-agent
+    python -m monobeast --mode test --savedir results/play --xpid my-agent --video
+
+The newest good checkpoint of a run becomes one without the optimizer, with the weights
+in float16: a quarter of the size. meta.json comes along. `--init_from
+results/play/my-agent` trains on from these weights.
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from core import checkpoint
+
+FLAGS = ("env", "model", "use_lstm")  # All that is needed of those in a checkpoint.
+
+
+def publish(run_dir: Path, out: Path) -> Path:
+    """Return the path of the new checkpoint."""
+    found = checkpoint.load(run_dir / "checkpoints")
+    if found is None:
+        raise SystemExit(f"{run_dir}: no checkpoint")
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(run_dir / "meta.json", out)
+    return checkpoint.save(
+        out / "checkpoints",
+        step=found.step,
+        tensors={
+            "model": {
+                name: tensor.half() if tensor.dtype == torch.float32 else tensor
+                for name, tensor in found.tensors["model"].items()
+            }
+        },
+        state={"flags": {key: found.state["flags"][key] for key in FLAGS}},
+        keep=1,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.publish",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("out", type=Path, help="a new folder")
+    args = parser.parse_args(argv)
+    path = publish(args.run, args.out)
+    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
