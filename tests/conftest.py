@@ -49,9 +49,9 @@ class Program:
     def is_alive(self) -> bool:
         return self.process.is_alive()
 
-    def wait(self) -> int:
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """Return the exit status."""
-        self.process.join(DEADLINE_S)
+        self.process.join(deadline_s)
         assert self.process.exitcode is not None, f"still running:\n{self.text()}"
         return self.process.exitcode
 

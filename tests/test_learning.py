@@ -23,7 +23,7 @@ MEMORY += ["--entropy_cost", 0.1]
 FIRST_STEP = ["--env", "tests.test_learning:FirstStep", "--total_steps", 40_000]
 FIRST_STEP += ["--learning_rate", 0.001, "--use_lstm"]
 # Random play has a return of 0.5, the best that does not see the ball some 3.
-BREAKOUT = ["--env", "MinAtar/Breakout-v1", "--total_steps", 300_000]
+BREAKOUT = ["--env", "MinAtar/Breakout-v1", "--total_steps", 200_000]
 BREAKOUT += ["--learning_rate", 0.002, "--entropy_cost", 0.02]
 SMALL = ["--batch_size", 8, "--epsilon", 0.001, "--seed", 1]
 # Two streams of 8 environments.
@@ -59,7 +59,8 @@ def train(start, tmp_path):
     def train(*argv, module: str = "monobeast") -> float:
         few = POLYBEAST if module == "polybeast" else ["--num_actors", 1]
         program = start("--xpid", "learns", *few, *SMALL, *argv, module=module)
-        assert program.wait() == 0, program.text()
+        # On a machine with other work this may take minutes.
+        assert program.wait(deadline_s=300) == 0, program.text()
         with open(tmp_path / "runs" / "learns" / "logs.csv", newline="") as file:
             return float(list(csv.DictReader(file))[-1]["mean_episode_return"])
 
@@ -102,4 +103,4 @@ def test_each_episode_begins_with_a_new_recurrent_state(train, module):
 
 @pytest.mark.parametrize("module", ["monobeast", "polybeast"])
 def test_minatar_breakout_is_learned(train, module):
-    assert train(*BREAKOUT, module=module) >= 6
+    assert train(*BREAKOUT, module=module) >= 5

@@ -104,7 +104,7 @@ def find_runs(folders: Iterable[Path], y: str = RETURN) -> list[Run]:
     return [run for run in runs if run.rows]
 
 
-def read_run(folder: Path, y: str) -> Run:
+def read_run(folder: Path, y: str = RETURN) -> Run:
     with open(folder / "logs.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.get(y)]
     return Run(folder, json.loads((folder / "meta.json").read_text()), rows)

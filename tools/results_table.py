@@ -8,6 +8,8 @@ environment the rows that results/reference.csv has for it. Ours are medians ove
 of the mean return of the last 100 full games at the end of training (with the lowest
 and the highest seed), and of the highest such mean on the way. Rows of one environment
 differ in their protocols: the last columns say in what, and where figures are from.
+
+A claim with code of its own in its folder is an experiment, not a score, and left out.
 """
 
 import csv
@@ -40,13 +42,17 @@ Row = dict[str, str]  # By column; what is missing is blank.
 
 def our_rows(results: Path) -> list[Row]:
     """Return a row for each environment and variant in results/*/."""
-    claims = [path for path in sorted(results.iterdir()) if has_runs(path)]
+    claims = [path for path in sorted(results.iterdir()) if is_score(path)]
     return [
         our_row(claim, env, variant, seeds)
         for claim in claims
         for env, variants in plot.by_variant(plot.find_runs([claim])).items()
         for variant, seeds in variants.items()
     ]
+
+
+def is_score(claim: Path) -> bool:
+    return has_runs(claim) and not any(claim.glob("*.py"))
 
 
 def has_runs(folder: Path) -> bool:
