@@ -196,7 +196,8 @@ def draw(
             else:
                 name = f"{variant}, {len(seeds)} seeds" if len(seeds) > 1 else variant
                 draw_curves(axes, seeds, x_axis, y, color=colour, label=name)
-        for i, row in enumerate(read_reference(env) if y == RETURN else []):
+        published = read_reference(env) if y == RETURN and not against else []
+        for i, row in enumerate(published):
             value, frames = float(row["value"]), row["frames"]
             after = f" ({int(frames) / 1e6:g}M frames)" if frames else ""
             axes.axhline(
