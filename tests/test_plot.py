@@ -57,6 +57,7 @@ def test_names_that_differ_in_the_seed_are_one_variant(tmp_path):
         ("MinAtar-Breakout-v1-monobeast-1", "MinAtar/Breakout-v1", 1),
         ("MinAtar-Breakout-v1-monobeast-2", "MinAtar/Breakout-v1", 2),
         ("breakout-polybeast-lr=0.1-2", "MinAtar/Breakout-v1", 2),
+        ("my.envs-make_it-use_lstm=True-1", "my.envs:make_it", 1),
         ("Catch-1", "Catch", 1),
         ("torchbeast-20261121-22", "Catch", 1),  # A time of day is no seed.
     ):
@@ -69,6 +70,7 @@ def test_names_that_differ_in_the_seed_are_one_variant(tmp_path):
     }
     assert names == {
         "MinAtar/Breakout-v1": {"monobeast": 2, "polybeast-lr=0.1": 1},
+        "my.envs:make_it": {"use_lstm=True": 1},
         "Catch": {"Catch": 1, "torchbeast-20261121-22": 1},
     }
 

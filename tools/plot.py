@@ -67,7 +67,7 @@ class Run:
     def variant(self) -> str:
         """Its name, less the words of its environment."""
         name = self.name
-        env = re.split(r"\W+", self.env.lower())
+        env = re.findall(r"[\w.=+]+", self.env.lower())
         words = [word for word in name.split("-") if word.lower() not in env]
         return "-".join(words) or name
 
