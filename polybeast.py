@@ -1126,7 +1126,7 @@ def train_async(
         if net.bfloat16:
             net.torso.bfloat16()  # Or every forward pass would cast the weights.
     watchdog = Watchdog(flags.stall_timeout_s, flags.on_stall)
-    contact = Contact()
+    contact = Contact(flags)
     threads: dict[str, concurrent.futures.Future] = {}
     with contextlib.ExitStack() as stack:
         trace = None
@@ -1194,7 +1194,8 @@ def train_async(
 class Contact:
     """Says, again and again, that no environment server is connected."""
 
-    def __init__(self) -> None:
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self._flags = flags
         self._lost_at = self._say_at = 0.0  # Monotonic; 0 while there is one.
 
     def is_lost(self, stats: Mapping[str, Any], last_event: str) -> bool:
@@ -1210,10 +1211,19 @@ class Contact:
                 "No environment server has been connected for %.0f s; trying on. The "
                 "latest of them said: %s",
                 now - self._lost_at,
-                last_event or "nothing",
+                with_reason(last_event, self._flags) or "nothing",
             )
             self._say_at = now + NO_SERVER_S
         return True
+
+
+def with_reason(text: str, flags: argparse.Namespace) -> str:
+    """Add to what came of a server what TLS has to do with it, if anything."""
+    for address in flags.server_addresses or ():
+        if text.startswith(f"{address} "):
+            reason = tls.diagnose(address, flags.tls_dir)
+            return f"{text}; {reason}" if reason else text
+    return text
 
 
 def stage(
@@ -1260,11 +1270,9 @@ def run_actors(flags: argparse.Namespace, actors: libtorchbeast.ActorPool) -> No
     except libtorchbeast.ServerMismatch as error:
         raise ConfigError(str(error)) from error
     except libtorchbeast.ActorError as error:
-        for address in flags.server_addresses or ():
-            if str(error).startswith(f"{address} "):
-                reason = tls.diagnose(address, flags.tls_dir)
-                if reason:
-                    raise ConfigError(f"{error}; {reason}") from error
+        text = with_reason(str(error), flags)
+        if text != str(error):
+            raise ConfigError(text) from error
         raise
 
 

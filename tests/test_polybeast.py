@@ -7,6 +7,7 @@ their own observations.
 """
 
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -330,7 +331,7 @@ def pool(**changes):
 def test_lost_contact_is_said_again_and_again_until_there_is_one(monkeypatch, caplog):
     now = 1000.0
     monkeypatch.setattr(polybeast.time, "monotonic", lambda: now)
-    contact = polybeast.Contact()
+    contact = polybeast.Contact(SimpleNamespace(server_addresses=None))
     assert not contact.is_lost(pool(), "")
     for _ in range(2):  # The second loss is like the first.
         caplog.clear()
@@ -344,6 +345,22 @@ def test_lost_contact_is_said_again_and_again_until_there_is_one(monkeypatch, ca
         assert ["b: reset" in r.message for r in caplog.records] == [True, True]
         now += 1
         assert not contact.is_lost(pool(connected=1), "b: reset")
+
+
+def test_lost_contact_for_a_certificate_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(polybeast, "NO_SERVER_S", 0)
+    seen = []
+    monkeypatch.setattr(polybeast.tls, "diagnose", lambda *args: seen.append(args))
+    flags = SimpleNamespace(server_addresses=["a:1", "a:12"], tls_dir="certs")
+    event = "a:12 (incarnation 3), step 7: Socket closed"
+    contact = polybeast.Contact(flags)
+    assert contact.is_lost(pool(connected=0), event)
+    assert contact.is_lost(pool(connected=0), event)
+    assert caplog.records[-1].message.endswith("said: " + event)
+    monkeypatch.setattr(polybeast.tls, "diagnose", lambda *args: "it hangs up")
+    assert contact.is_lost(pool(connected=0), event)
+    assert caplog.records[-1].message.endswith(f"said: {event}; it hangs up")
+    assert seen == [("a:12", "certs")]
 
 
 @pytest.mark.parametrize(
