@@ -4,6 +4,7 @@
     python -m benchmarks.transport
     python -m benchmarks.transport --scale
     python -m benchmarks.transport --tls
+    python -m benchmarks.transport --frames
 
 A mock environment gives a constant observation of 28 KB (84x84x4 uint8), a mock agent a
 constant action. One environment server process, one learner process that runs the whole
@@ -22,10 +23,15 @@ costs more than the steps: measured is what comes after.
 
 With --tls: the data path over TCP on this machine, plain and encrypted in turns. Needs
 the package cryptography.
+
+With --frames: observations that are stacks of four frames, 84x84 uint8 each, and a new
+one comes with every step; the whole stacks sent, and in turns with that the newest
+frame only. Over the unix socket, or with --tcp over TCP on this machine.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import socket
 import statistics
@@ -55,14 +61,24 @@ MAX_ENVS = 512  # More take GB of rollouts.
 SCALE = ((1, 1), (4, 1), (16, 1), (64, 1), (64, 4))  # Servers, streams of each.
 SCALE_K, SCALE_T = 16, 5
 SHAPE = (84, 84, 4)
+# Of --frames. A first axis of 1 is no stack, so all of it is sent.
+STACKS = {"newest": (4, 84, 84), "whole": (1, 4, 84, 84)}
+PICTURES = 8  # They come round again.
 EXTRA_BYTES = 30  # Of a row besides the observation, about.
 
 
 class MockEnvironments:
     """K environments whose every row is the same: it is written once, by `reset`."""
 
-    def __init__(self, num_envs: int, *, info_keys: tuple[str, ...] = (), **_: Any):
-        self.observation_space = gym.spaces.Box(0, 255, SHAPE, np.uint8)
+    def __init__(
+        self,
+        num_envs: int,
+        *,
+        shape: tuple[int, ...] = SHAPE,
+        info_keys: tuple[str, ...] = (),
+        **_: Any,
+    ):
+        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.action_space = gym.spaces.Discrete(6)
         self.row_spec = spaces.row_spec(
             self.observation_space, self.action_space, info_keys
@@ -82,12 +98,42 @@ class MockEnvironments:
         pass
 
 
-def serve(address: str, K: int, streams: int, tls_dir: str | None) -> None:
+class MockStacks(MockEnvironments):
+    """The same with a new picture in every step, and the last three."""
+
+    def __init__(self, num_envs: int, **options: Any):
+        super().__init__(num_envs, **options)
+        rng = np.random.default_rng(0)
+        pictures = rng.integers(0, 256, (num_envs, PICTURES, 84, 84), np.uint8)
+        pictures = np.concatenate([pictures, pictures[:, :3]], axis=1)
+        shape = self._row["observation"].shape
+        self._windows = [
+            pictures[:, i : i + 4].reshape(shape).copy() for i in range(PICTURES)
+        ]
+        self._num_rows = 0
+
+    def reset(self, rows: Nest) -> None:
+        self.step(None, rows)
+
+    def step(self, actions: Nest, rows: Nest) -> None:
+        if self._num_rows < 2:  # There are two places for rows, in turns.
+            map_nest(np.copyto, rows, self._row)
+        window = self._windows[self._num_rows % PICTURES]
+        np.copyto(rows["observation"], window)
+        self._num_rows += 1
+
+
+def serve(
+    address: str, K: int, streams: int, tls_dir: str | None, frames: str = ""
+) -> None:
     """Serve mock environments as polybeast_env would."""
     from core import env_server  # Not in the learner's process: it sets up gRPC.
 
+    mock = MockEnvironments
+    if frames:
+        mock = functools.partial(MockStacks, shape=STACKS[frames])
     env_server.Server(
-        MockEnvironments,
+        mock,
         address,
         num_envs=K,
         num_streams=streams,
@@ -97,7 +143,7 @@ def serve(address: str, K: int, streams: int, tls_dir: str | None) -> None:
     ).run()
 
 
-def serve_echo(address: str, K: int, streams: int, tls_dir: None) -> None:
+def serve_echo(address: str, K: int, streams: int, tls_dir: None, frames: str) -> None:
     """Serve the same bytes, and nothing else."""
     import grpc
 
@@ -215,6 +261,7 @@ def measure(
     T: int = T,
     tcp: bool = False,
     certs: Path | None = None,
+    frames: str = "",
 ) -> dict[str, float]:
     """Measure the data path or the echo once; `streams` are those of each server."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -224,7 +271,7 @@ def measure(
         theirs, ours = (certs / "localhost", certs / "learner") if certs else ("", "")
         kind = "serve" if what == "data path" else "echo"
         processes = [
-            stack.enter_context(child(kind, address, K, streams, theirs))
+            stack.enter_context(child(kind, address, K, streams, theirs, frames))
             for address in addresses
         ]
         while not tcp and len(list(Path(folder).iterdir())) < servers:
@@ -238,18 +285,23 @@ def measure(
         client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert client.stdout is not None
         client.stdout.readline()  # "begin", when it has warmed up.
+        loopback = -psutil.net_io_counters(pernic=True)["lo"].bytes_sent
         server_cpu = -sum(sum(p.cpu_times()[:2]) for p in processes)
         result = client.stdout.readline()
+        loopback += psutil.net_io_counters(pernic=True)["lo"].bytes_sent
         server_cpu += sum(sum(p.cpu_times()[:2]) for p in processes)
         if client.wait() != 0:
             raise RuntimeError(f"{command} ended with {client.returncode}")
     messages, wall_s, client_cpu = map(float, result.split())
     steps = messages if what == "data path" else messages * K
-    return {
+    figures = {
         "sps": steps / wall_s,
         "client_us": 1e6 * client_cpu / steps,
         "server_us": 1e6 * server_cpu / steps,
     }
+    if tcp:
+        figures["bytes"] = loopback / steps  # With all headers, both ways.
+    return figures
 
 
 def scale(own: argparse.Namespace) -> list[dict[str, Any]]:
@@ -308,6 +360,37 @@ def price_of_tls(flags: argparse.Namespace) -> list[dict[str, Any]]:
     return measured
 
 
+def newest_frames(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure whole stacks and the newest frames alone; print and return it."""
+    measured = []
+    print(f"{num_cores()} cores. us: CPU microseconds per step, learner + server.")
+    print(f"{'K':>3}{'streams':>8}{'whole/s':>10}{'us':>15}{'newest/s':>10}{'us':>15}")
+    for K in flags.envs_per_stream:
+        for streams in flags.streams:
+            if K * streams > MAX_ENVS:
+                continue
+            runs: dict[str, list[dict[str, float]]] = {"whole": [], "newest": []}
+            for _ in range(flags.repeats):
+                for frames, results in runs.items():
+                    run = measure(
+                        "data path",
+                        K,
+                        streams,
+                        flags.seconds,
+                        tcp=flags.tcp,
+                        frames=frames,
+                    )
+                    results.append(run)
+            measured.append({"K": K, "streams": streams, "tcp": flags.tcp, **runs})
+            text = row_of(K, streams, runs)
+            if flags.tcp:
+                for what in runs:
+                    nbytes = statistics.median(run["bytes"] for run in runs[what])
+                    text += f"{nbytes:9.0f} B"
+            print(text, flush=True)
+    return measured
+
+
 def compile_echo_client(folder: str) -> Path:
     program = Path(folder, "echo_client")
     flags = subprocess.run(
@@ -334,9 +417,19 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 2, 4, 16, 64))
     parser.add_argument("--scale", action="store_true", help="many servers instead")
     parser.add_argument("--tls", action="store_true", help="the price of TLS instead")
+    parser.add_argument(
+        "--frames", action="store_true", help="stacks of frames instead"
+    )
+    parser.add_argument("--tcp", action="store_true", help="with --frames: over TCP")
     parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     flags = parser.parse_args()
-    what = scale if flags.scale else price_of_tls if flags.tls else against_echo
+    what = against_echo
+    if flags.scale:
+        what = scale
+    elif flags.tls:
+        what = price_of_tls
+    elif flags.frames:
+        what = newest_frames
     measured = what(flags)
     if flags.out:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
@@ -397,6 +490,6 @@ if __name__ == "__main__":
             )
         else:
             run = serve if kind == "serve" else serve_echo
-            run(args[0], int(args[1]), int(args[2]), args[3] or None)
+            run(args[0], int(args[1]), int(args[2]), args[3] or None, args[4])
     else:
         main()

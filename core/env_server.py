@@ -42,7 +42,7 @@ from core import environment, spaces, tls, wire
 from core.environment import EnvError, Environments, EnvSpecError, env_seed
 from core.spaces import Nest
 from core.supervise import ConfigError
-from core.wire import Action, Failure, Goodbye, Hello, Step, ToLearner, ToServer
+from core.wire import Action, Failure, Goodbye, Hello, ToLearner, ToServer
 
 # From 1.80 on grpcio polls in threads of its own, besides Python's, which takes a third
 # more CPU for each message (benchmarks/transport.py). This makes it as it was. Only
@@ -543,8 +543,10 @@ class Server:
     ) -> Iterator[bytes]:
         """Step new environments as the learner says."""
         step_arrays, rows_spec = self._step_arrays(hello)
-        step = wire.Frame(Step, step_arrays, self._num_envs)
-        rows = _nest_of(step.arrays, rows_spec)
+        steps = wire.Steps(
+            step_arrays, self._num_envs, newest_frames=hello.newest_frames
+        )
+        rows = itertools.cycle([_nest_of(arrays, rows_spec) for arrays in steps.arrays])
         action = self._action_frame()
         actions = _nest_of(action.arrays, spaces.spec_of(self._action_space))
         checks = _action_checks(self._action_space, actions)
@@ -572,9 +574,9 @@ class Server:
             progress[1] = 0.0  # A `yield` waits for the network.
             yield wire.encode(ToLearner(welcome=self._welcome(step_arrays)))
             progress[1] = time.monotonic()
-            envs.reset(rows)
+            envs.reset(next(rows))
             progress[1] = 0.0
-            yield step.encode(0)
+            yield steps.encode(0, whole=True)
             for seq in itertools.count():
                 message = None if self._stopping else next(requests, None)
                 if self._stopping:
@@ -582,7 +584,7 @@ class Server:
                     return
                 if message is None:  # The learner has hung up.
                     return
-                got = action.decode_action(message)
+                got, whole = action.decode_action(message)
                 if got != seq:
                     raise wire.WireError(
                         f"expected the action of step {seq}, got {got}"
@@ -590,10 +592,10 @@ class Server:
                 for check in checks:
                     check()
                 progress[1] = time.monotonic()
-                envs.step(actions, rows)
+                envs.step(actions, next(rows))
                 progress[1] = 0.0
                 progress[0] += 1
-                yield step.encode(seq + 1)
+                yield steps.encode(seq + 1, whole=whole)
 
     def _action_frame(self) -> wire.Frame:
         return wire.Frame(Action, self._action_arrays, self._num_envs)
@@ -603,7 +605,7 @@ class Server:
         spec = spaces.row_spec(
             self._observation_space, self._action_space, hello.info_keys
         )
-        return wire.arrays_of(spec), spec
+        return wire.with_stacks(wire.arrays_of(spec)), spec
 
     def _welcome(self, step_arrays: tuple[wire.Array, ...]) -> wire.Welcome:
         assert self._name is not None, "not started"

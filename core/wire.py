@@ -8,7 +8,8 @@ a `WireError`, never a crash and never a large allocation.
 
     encode(Hello(run_id="x"))  ->  bytes  ->  decode(Hello, data)
 
-`Frame` is the fast way for the two messages of every step.
+`Frame` is the fast way for the two messages of every step, `Steps` for those of a
+server.
 """
 
 import ctypes
@@ -43,6 +44,11 @@ MAX_BOUNDS_NBYTES = 2**26
 MAX_VALUES = 2**20  # Fields and numbers of one message: they take Python time.
 MAX_NAME = 200  # Characters of an environment's name.
 MAX_ERROR = 1000  # Characters of an error's text, which may quote what came.
+
+# What is taken for a stack of frames: so many along the first axis, so large in all.
+# If it is none, to look costs little beside the making of such an array.
+STACK_FRAMES = range(2, 17)
+MIN_STACK_NBYTES = 4096
 
 M = TypeVar("M")
 
@@ -80,6 +86,7 @@ class Hello:
     seed: int = field(5, "uint64", 0)
     first_env_id: int = field(6, "uint64", 0)
     incarnation: int = field(7, "uint64", 0)
+    newest_frames: bool = field(8, "bool", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +96,7 @@ class Array:
     path: tuple[str | int, ...] = field(1, "key", repeated=True)
     dtype: str = field(2, "string", "")
     shape: tuple[int, ...] = field(3, "uint64", repeated=True)
+    stack: bool = field(4, "bool", False)
 
     @property
     def spec(self) -> ArraySpec:
@@ -117,12 +125,14 @@ class Welcome:
 class Step:
     seq: int = field(1, "fixed64", 0)
     arrays: tuple[bytes, ...] = field(2, "bytes", repeated=True)
+    newest_frames: bool = field(3, "bool", False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Action:
     seq: int = field(1, "fixed64", 0)
     arrays: tuple[bytes, ...] = field(2, "bytes", repeated=True)
+    whole: bool = field(3, "bool", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -624,17 +634,30 @@ class Frame:
       kind: Step or Action.
       arrays: their description, in order.
       num_envs: K, the first axis of each array.
+      newest_frames: a Step that has no more of its stacks: [K, *shape[1:]].
     """
 
     def __init__(
-        self, kind: type[Step] | type[Action], arrays: Sequence[Array], num_envs: int
+        self,
+        kind: type[Step] | type[Action],
+        arrays: Sequence[Array],
+        num_envs: int,
+        *,
+        newest_frames: bool = False,
     ):
         self._specs = arrays
         self._num_envs = num_envs
-        sizes = [num_envs * array.spec.nbytes for array in arrays]
+        shapes = [
+            (num_envs, *array.shape[1 if newest_frames and array.stack else 0 :])
+            for array in arrays
+        ]
+        # No change of order on most machines.
+        dtypes = [array.spec.dtype.newbyteorder("<") for array in arrays]
+        sizes = [math.prod(s) * dtype.itemsize for s, dtype in zip(shapes, dtypes)]
         # Tag, number of bytes and then the bytes, for each array and around all.
         heads = [_tag(2, _LEN) + _varint(size) for size in sizes]
-        body = 9 + sum(map(len, heads)) + sum(sizes)
+        tail = _tag(3, _VARINT) + _varint(1) if newest_frames else b""
+        body = 9 + sum(map(len, heads)) + sum(sizes) + len(tail)
         envelope, name = (ToLearner, "step") if kind is Step else (ToServer, "action")
         number = next(n for n, f in _fields(envelope).items() if f[0] == name)
         head = _tag(number, _LEN) + _varint(body) + _tag(1, _I64)
@@ -645,14 +668,15 @@ class Frame:
         self._data = _contents(self._message)
         self._fixed = [(0, len(head), head)]  # Begin, end and bytes of what is.
         self.arrays: list[np.ndarray] = []
+        self._places: list[slice] = []  # Theirs, in the message.
         position = self._seq.stop
-        for array, head, size in zip(arrays, heads, sizes):
+        for head, shape, dtype, size in zip(heads, shapes, dtypes, sizes):
             self._fixed.append((position, position + len(head), head))
             position += len(head)
-            dtype = array.spec.dtype.newbyteorder("<")  # No change on most machines.
-            shape = (num_envs, *array.shape)
             self.arrays.append(np.ndarray(shape, dtype, self._data, position))
+            self._places.append(slice(position, position + size))
             position += size
+        self._fixed.append((position, position + len(tail), tail))
         for begin, end, data in self._fixed:
             self._data[begin:end] = data
 
@@ -667,8 +691,15 @@ class Frame:
         self._data[self._seq] = seq.to_bytes(8, "little")
         return self._message
 
-    def decode_action(self, message: bytes) -> int:
-        """Copy what a ToServer holds into `arrays`; return its `seq`.
+    def copy_range(self, other: "Frame", first: int, last: int) -> None:
+        """Copy the arrays from `first` to `last`, which are as large in `other`."""
+        ours, theirs = self._places, other._places
+        self._data[ours[first].start : ours[last].stop] = other._data[
+            theirs[first].start : theirs[last].stop
+        ]
+
+    def decode_action(self, message: bytes) -> tuple[int, bool]:
+        """Copy what a ToServer holds into `arrays`; return its `seq` and `whole`.
 
         Raises:
           WireError: it is malformed or no Action, or its arrays are not ours.
@@ -677,14 +708,14 @@ class Frame:
             message[begin:end] == data for begin, end, data in self._fixed
         ):
             self._data[:] = message
-            return int.from_bytes(message[self._seq], "little")
-        # It may still be one: other orders of fields mean the same, and a seq of 0
-        # may be left out.
+            return int.from_bytes(message[self._seq], "little"), False
+        # It may still be one: it is `whole`, other orders of fields mean the same, and
+        # a seq of 0 may be left out.
         action = decode(ToServer, message).action
         if action is None:
             raise WireError("expected an Action, got another Hello")
         self.copy_from(action.arrays)
-        return action.seq
+        return action.seq, action.whole
 
     def copy_from(self, buffers: Sequence[bytes]) -> None:
         """Copy received buffers into `arrays`.
@@ -705,6 +736,82 @@ class Frame:
                 )
         for ours, data in zip(self.arrays, buffers):
             ours[...] = np.frombuffer(data, ours.dtype).reshape(ours.shape)
+
+
+def with_stacks(arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """Return the arrays, with those of observations marked that may be a `stack`."""
+    return tuple(
+        dataclasses.replace(
+            array,
+            stack=array.path[:1] == ("observation",)
+            and len(array.shape) > 1
+            and array.shape[0] in STACK_FRAMES
+            and array.spec.nbytes >= MIN_STACK_NBYTES,
+        )
+        for array in arrays
+    )
+
+
+class Steps:
+    """The Steps of a stream: the newest frames of its stacks if that says all.
+
+    Write a row, all of it, into the first of `arrays` ([K, *shape] each) and `encode`,
+    the next row into the next of them, and so on in turn.
+
+    Whether an array is a stack of frames shows in what is in it: in all K environments
+    the frames are those of the step before, but for the oldest, and a new one. If not
+    (an episode has begun, or it never is so), that Step is whole.
+
+    Args:
+      arrays: the Welcome's, in order; those that may be stacks are marked.
+      num_envs: K.
+      newest_frames: the learner's word; without it all Steps are whole.
+    """
+
+    def __init__(self, arrays: Sequence[Array], num_envs: int, *, newest_frames: bool):
+        self._stacks = [i for i, a in enumerate(arrays) if a.stack and newest_frames]
+        # Turn about, as the row before is needed to compare with.
+        self._frames = [
+            Frame(Step, arrays, num_envs) for _ in range(2 if self._stacks else 1)
+        ]
+        self.arrays = [frame.arrays for frame in self._frames]
+        if not self._stacks:
+            return
+        self._bytes = [
+            [_frame_bytes(frame.arrays[i]) for i in self._stacks]
+            for frame in self._frames
+        ]
+        self._newest = Frame(Step, arrays, num_envs, newest_frames=True)
+        self._ranges = []  # First and last of the arrays between stacks.
+        for is_stack, members in itertools.groupby(
+            range(len(arrays)), self._stacks.__contains__
+        ):
+            between = list(members)
+            if not is_stack:
+                self._ranges.append((between[0], between[-1]))
+
+    def encode(self, seq: int, *, whole: bool) -> bytes:
+        """Return the message, good until the next one."""
+        frame = self._frames[0]
+        if not self._stacks:
+            return frame.encode(seq)
+        now, before = self._bytes
+        self._frames.reverse()
+        self._bytes.reverse()
+        if whole or not all(
+            np.array_equal(ours[:, :-1], old[:, 1:]) for ours, old in zip(now, before)
+        ):
+            return frame.encode(seq)
+        for first, last in self._ranges:
+            self._newest.copy_range(frame, first, last)
+        for i in self._stacks:
+            np.copyto(self._newest.arrays[i], frame.arrays[i][:, -1])
+        return self._newest.encode(seq)
+
+
+def _frame_bytes(stacks: np.ndarray) -> np.ndarray:
+    """Return [K, frames, bytes] of [K, frames, ...], as a view."""
+    return stacks.reshape(*stacks.shape[:2], -1).view(np.uint8)
 
 
 def _contents(data: bytes) -> memoryview:

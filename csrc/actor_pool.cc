@@ -256,6 +256,7 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<Array> make_outputs() const;
   bool has_outputs(Lock& lock, Slab& slab);
   bool claim_lane_locked(Actor& actor);
+  bool ends_rollout(const Actor& actor) const;
   size_t offset(const Actor& actor, int64_t row, const RowLeaf& leaf) const;
   void write_row(const Actor& actor, const Segments& message, int64_t row,
                  bool with_outputs) const;
@@ -468,6 +469,7 @@ void ActorPool::Impl::connect(Lock& lock, Actor& actor) {
   // Without a K, stream 0 is right with 0; another scout comes again.
   hello.first_env_id = env_ ? actor.index * env_->num_envs : 0;
   hello.incarnation = options_.first_incarnation + actor.incarnations;
+  hello.newest_frames = true;
   actor.state = StreamState::kConnecting;
   actor.closing = actor.closed = false;
   actor.next_seq = 0;
@@ -690,6 +692,13 @@ void ActorPool::Impl::receive(Actor& actor, Segments message) {
                               ", expected Step " +
                               std::to_string(actor.next_seq));
     }
+    if (actor.step.newest_frames && !actor.slab) {
+      throw wire::DecodeError("the first Step has only the newest frames");
+    }
+    if (actor.step.newest_frames && ends_rollout(actor)) {
+      throw wire::DecodeError("Step " + std::to_string(actor.step.seq) +
+                              " has only the newest frames, expected all");
+    }
   } catch (const wire::DecodeError& error) {
     {
       std::lock_guard lock(mu_);
@@ -850,7 +859,8 @@ void ActorPool::Impl::on_answer(Actor& actor, const Outputs* outputs,
       const Array& array = answer.leaves[leaf];
       action.emplace_back(array.data, array.nbytes());
     }
-    std::string message = wire::action_to_server(actor.next_seq - 1, action);
+    std::string message = wire::action_to_server(
+        actor.next_seq - 1, action, env_->has_stacks && ends_rollout(actor));
 
     const auto state = answer.leaves.begin() + agent->leaves.size();
     actor.outputs.assign(answer.leaves.begin(), state);
@@ -930,6 +940,12 @@ bool ActorPool::Impl::claim_lane_locked(Actor& actor) {
   return false;
 }
 
+// Whether the next row is its last. It is row 0 of the next one, too, so the
+// server must send all of it: the row before is not in that slab.
+bool ActorPool::Impl::ends_rollout(const Actor& actor) const {
+  return actor.row + 1 == options_.unroll_length;
+}
+
 // Where the row of the actor's lane is in an array of its slab.
 size_t ActorPool::Impl::offset(const Actor& actor, int64_t row,
                                const RowLeaf& leaf) const {
@@ -940,8 +956,20 @@ void ActorPool::Impl::write_row(const Actor& actor, const Segments& message,
                                 int64_t row, bool with_outputs) const {
   for (size_t i = 0; i < env_->leaves.size(); ++i) {
     const RowLeaf& leaf = env_->leaves[i];
-    wire::copy(message, actor.step.arrays[leaf.source],
-               actor.slab->env[i].data + offset(actor, row, leaf));
+    const wire::Piece piece = actor.step.arrays[leaf.source];
+    char* const data = actor.slab->env[i].data;
+    char* const to = data + offset(actor, row, leaf);
+    if (!actor.step.newest_frames || leaf.frame_nbytes == 0) {
+      wire::copy(message, piece, to);
+      continue;
+    }
+    const char* const before = data + offset(actor, row - 1, leaf);
+    const size_t older = leaf.nbytes - leaf.frame_nbytes;
+    for (int64_t k = 0; k < env_->num_envs; ++k) {
+      const size_t at = k * leaf.nbytes;
+      std::memcpy(to + at, before + at + leaf.frame_nbytes, older);
+    }
+    wire::copy_runs(message, piece, leaf.frame_nbytes, leaf.nbytes, to + older);
   }
   if (!with_outputs) return;
   for (size_t i = 0; i < agent_->leaves.size(); ++i) {

@@ -89,7 +89,8 @@ void add_leaves(const wire::Welcome& welcome, const wire::Layout& layout,
   for (size_t i = 0; i < child.structure->num_leaves; ++i) {
     const size_t source = layout.arrays[child.first_leaf + i];
     const wire::ArraySpec& spec = welcome.step_arrays[source];
-    leaves.push_back({spec.dtype, spec.shape, spec.nbytes, source});
+    leaves.push_back({spec.dtype, spec.shape, spec.nbytes, source,
+                      spec.stack ? spec.frame_nbytes() : 0});
   }
 }
 
@@ -267,6 +268,7 @@ EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
   for (const Scalar& scalar : kScalars) check_scalar(welcome, layout, scalar);
   size_t step_bytes = 0;
   for (const wire::ArraySpec& array : welcome.step_arrays) {
+    spec.has_stacks = spec.has_stacks || array.stack;
     if (array.nbytes > kMaxMessageBytes / spec.num_envs) {
       step_bytes = kMaxMessageBytes;
       break;
@@ -353,7 +355,7 @@ AgentSpec make_agent_spec(const EnvSpec& env, const Nest& answer) {
     }
     const Shape shape(array.shape.begin() + 2, array.shape.end());
     agent.leaves.push_back(
-        {array.dtype, shape, num_bytes(array.dtype, shape), 0});
+        {array.dtype, shape, num_bytes(array.dtype, shape), 0, 0});
   }
 
   const auto [first, action] = action_of(agent.outputs);

@@ -21,8 +21,9 @@ namespace torchbeast {
 struct RowLeaf {
   DType dtype = DType::kUInt8;
   Shape shape;
-  size_t nbytes = 0;  // Of one environment's row.
-  size_t source = 0;  // Env rows: which array of a Step it is.
+  size_t nbytes = 0;        // Of one environment's row.
+  size_t source = 0;        // Env rows: which array of a Step it is.
+  size_t frame_nbytes = 0;  // Of a stack of frames; else 0.
 };
 
 // A leaf of the agent's state: [outer, columns, *inner].
@@ -43,8 +44,9 @@ struct StateLeaf {
 struct EnvSpec {
   std::string address;  // Where it came from.
   wire::Welcome welcome;
-  int64_t num_envs = 0;  // K, of each stream.
-  int64_t columns = 0;   // C, of a learner batch: a multiple of K.
+  int64_t num_envs = 0;     // K, of each stream.
+  int64_t columns = 0;      // C, of a learner batch: a multiple of K.
+  bool has_stacks = false;  // So Steps may have only the newest frames.
   // No message of a server that fits is larger.
   size_t max_message_bytes = 0;
   Structure::Ptr rows;

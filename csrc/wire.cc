@@ -164,6 +164,11 @@ uint32_t read_uint32(Reader& reader, const Tag& tag, const char* what) {
   return to_uint32(reader.varint(), what);
 }
 
+bool read_bool(Reader& reader, const Tag& tag) {
+  Reader::expect(kVarint, tag);
+  return reader.varint() != 0;
+}
+
 std::string read_text(Reader& reader, const Tag& tag, const char* what) {
   Reader::expect(kBytes, tag);
   std::string text = reader.string();
@@ -249,6 +254,9 @@ ArraySpec decode_array(const Segments& message, Piece body) {
           add_axis(spec, reader.varint());
         }
         break;
+      case 4:
+        spec.stack = read_bool(reader, tag);
+        break;
       default:
         reader.skip(tag.type);
     }
@@ -260,6 +268,10 @@ ArraySpec decode_array(const Segments& message, Piece body) {
   }
   spec.dtype = *known;
   spec.nbytes = checked_nbytes(spec);
+  if (spec.stack && (spec.shape.empty() || spec.shape[0] == 0)) {
+    throw DecodeError("array " + path_name(spec) +
+                      " is a stack, but has no frames");
+  }
   return spec;
 }
 
@@ -283,6 +295,24 @@ bool are_bools(const Segments& message, Piece piece) {
     left -= bytes.size();
   }
   return (seen & ~1) == 0;
+}
+
+void check_array(const Segments& message, Piece piece, const ArraySpec& spec,
+                 size_t num_envs, bool newest_frames) {
+  const bool is_frame = newest_frames && spec.stack;
+  const size_t nbytes =
+      num_envs * (is_frame ? spec.frame_nbytes() : spec.nbytes);
+  if (piece.size != nbytes) {
+    throw DecodeError("array " + path_name(spec) + " has " +
+                      std::to_string(piece.size) + " bytes, expected " +
+                      std::to_string(nbytes) + " (" + std::to_string(num_envs) +
+                      (is_frame ? " newest frames of " : " of ") +
+                      describe(spec.dtype, spec.shape) + ")");
+  }
+  if (spec.dtype == DType::kBool && !are_bools(message, piece)) {
+    throw DecodeError("array " + path_name(spec) +
+                      " is bool and has a byte other than 0 and 1");
+  }
 }
 
 void put_varint(std::string& out, uint64_t value) {
@@ -401,7 +431,8 @@ std::string path_name(const ArraySpec& spec) {
 }
 
 std::string describe(const ArraySpec& spec) {
-  return path_name(spec) + " " + torchbeast::describe(spec.dtype, spec.shape);
+  return path_name(spec) + " " + torchbeast::describe(spec.dtype, spec.shape) +
+         (spec.stack ? " (a stack of frames)" : "");
 }
 
 ToLearner open(const Segments& message) {
@@ -473,8 +504,7 @@ Failure decode_failure(const Segments& message, Piece body) {
       Reader::expect(kBytes, tag);
       failure.text = reader.string();
     } else if (tag.field == 2) {
-      Reader::expect(kVarint, tag);
-      failure.permanent = reader.varint() != 0;
+      failure.permanent = read_bool(reader, tag);
     } else {
       reader.skip(tag.type);
     }
@@ -502,6 +532,7 @@ void decode_step(const Segments& message, Piece body,
                  Step* step) {
   step->seq = 0;
   step->arrays.clear();
+  step->newest_frames = false;
   Reader reader(message, body);
   while (!reader.at_end()) {
     const Tag tag = reader.tag();
@@ -515,19 +546,9 @@ void decode_step(const Segments& message, Piece body,
         throw DecodeError("it has more than the expected " +
                           std::to_string(specs.size()) + " arrays");
       }
-      const Piece piece = reader.bytes();
-      if (piece.size != num_envs * specs[i].nbytes) {
-        throw DecodeError("array " + path_name(specs[i]) + " has " +
-                          std::to_string(piece.size) + " bytes, expected " +
-                          std::to_string(num_envs * specs[i].nbytes) + " (" +
-                          std::to_string(num_envs) + " of " +
-                          describe(specs[i].dtype, specs[i].shape) + ")");
-      }
-      if (specs[i].dtype == DType::kBool && !are_bools(message, piece)) {
-        throw DecodeError("array " + path_name(specs[i]) +
-                          " is bool and has a byte other than 0 and 1");
-      }
-      step->arrays.push_back(piece);
+      step->arrays.push_back(reader.bytes());
+    } else if (tag.field == 3) {
+      step->newest_frames = read_bool(reader, tag);
     } else {
       reader.skip(tag.type);
     }
@@ -536,16 +557,33 @@ void decode_step(const Segments& message, Piece body,
     throw DecodeError("it has " + std::to_string(step->arrays.size()) +
                       " arrays, expected " + std::to_string(specs.size()));
   }
+  for (size_t i = 0; i < specs.size(); ++i) {
+    check_array(message, step->arrays[i], specs[i], num_envs,
+                step->newest_frames);
+  }
 }
 
 void copy(const Segments& message, Piece piece, char* to) {
+  copy_runs(message, piece, piece.size, piece.size, to);
+}
+
+void copy_runs(const Segments& message, Piece piece, size_t run, size_t stride,
+               char* to) {
+  size_t done = 0;  // Of a run.
   for (size_t part = piece.part, offset = piece.offset, left = piece.size;
        left > 0; ++part, offset = 0) {
-    const std::string_view bytes = message.parts[part].substr(offset, left);
-    if (bytes.empty()) continue;  // It may be a null pointer then.
-    std::memcpy(to, bytes.data(), bytes.size());
-    to += bytes.size();
+    std::string_view bytes = message.parts[part].substr(offset, left);
     left -= bytes.size();
+    while (!bytes.empty()) {
+      const size_t size = std::min(bytes.size(), run - done);
+      std::memcpy(to + done, bytes.data(), size);
+      bytes.remove_prefix(size);
+      done += size;
+      if (done == run) {
+        done = 0;
+        to += stride;
+      }
+    }
   }
 }
 
@@ -558,6 +596,7 @@ std::string encode(const Hello& hello) {
   put_number(out, 5, hello.seed);
   put_number(out, 6, hello.first_env_id);
   put_number(out, 7, hello.incarnation);
+  put_number(out, 8, hello.newest_frames);
   return out;
 }
 
@@ -568,8 +607,9 @@ std::string hello_to_server(const Hello& hello) {
 }
 
 std::string action_to_server(uint64_t seq,
-                             const std::vector<std::string_view>& arrays) {
-  size_t size = 1 + 8;
+                             const std::vector<std::string_view>& arrays,
+                             bool whole) {
+  size_t size = 1 + 8 + (whole ? 2 : 0);
   for (const std::string_view array : arrays) {
     size += 1 + varint_size(array.size()) + array.size();
   }
@@ -580,6 +620,7 @@ std::string action_to_server(uint64_t seq,
   put_tag(out, 1, kFixed64);
   for (int i = 0; i < 8; ++i) out.push_back(static_cast<char>(seq >> (8 * i)));
   for (const std::string_view array : arrays) put_bytes(out, 2, array);
+  if (whole) put_number(out, 3, 1);
   return out;
 }
 

@@ -40,6 +40,7 @@ struct Hello {
   uint64_t seed = 0;
   uint64_t first_env_id = 0;
   uint64_t incarnation = 0;
+  bool newest_frames = false;
 };
 
 struct Key {
@@ -55,8 +56,10 @@ struct ArraySpec {
   std::vector<Key> path;
   DType dtype = DType::kUInt8;
   Shape shape;
-  size_t nbytes = 0;  // Of one environment.
+  size_t nbytes = 0;   // Of one environment.
+  bool stack = false;  // Of frames: shape[0] is at least 1.
 
+  size_t frame_nbytes() const { return nbytes / shape[0]; }  // Of a stack.
   bool operator==(const ArraySpec&) const = default;
 };
 std::string path_name(const ArraySpec& spec);  // "observation.frame", "action"
@@ -93,6 +96,7 @@ struct Piece {
 struct Step {
   uint64_t seq = 0;
   std::vector<Piece> arrays;
+  bool newest_frames = false;  // Of each stack, only [K, *shape[1:]].
 };
 
 // The parts of a ToLearner.
@@ -114,11 +118,15 @@ void decode_step(const Segments& message, Piece body,
                  Step* step);
 
 void copy(const Segments& message, Piece piece, char* to);
+// The same, into runs of `run` bytes that begin `stride` bytes apart.
+void copy_runs(const Segments& message, Piece piece, size_t run, size_t stride,
+               char* to);
 
 std::string encode(const Hello& hello);
 std::string hello_to_server(const Hello& hello);  // A ToServer.
 std::string action_to_server(uint64_t seq,
-                             const std::vector<std::string_view>& arrays);
+                             const std::vector<std::string_view>& arrays,
+                             bool whole = false);
 
 // How arrays with these paths nest. Throws DecodeError if they cannot.
 struct Layout {

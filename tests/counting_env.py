@@ -16,10 +16,11 @@ import gymnasium as gym
 import numpy as np
 
 NUM_ACTIONS = 3
-TRUNCATING, LIVES, NESTED = 1, 2, 4  # Bits of `Place.kind`.
+TRUNCATING, LIVES, NESTED, STACKED = 1, 2, 4, 8  # Bits of `Place.kind`.
 LIVES_PER_GAME = 3
 INFO_KEY = "half"  # In `info` of every other step.
 _FORMAT = "<IIBBB"  # The fields of `Place`: 11 bytes.
+STACK = (4, 1100)  # Frames, and bytes of each: the place, again and again.
 
 
 class Place(NamedTuple):
@@ -58,6 +59,9 @@ class Place(NamedTuple):
 
 
 def encode(place: Place) -> Any:
+    if place.kind & STACKED:  # An episode's first frame stands for those before it.
+        steps = range(place.step - STACK[0] + 1, place.step + 1)
+        return np.stack([_frame(place._replace(step=max(s, 0))) for s in steps])
     code = np.frombuffer(struct.pack(_FORMAT, *place), np.uint8).copy()
     if not place.kind & NESTED:
         return code
@@ -69,8 +73,14 @@ def encode(place: Place) -> Any:
     }
 
 
+def _frame(place: Place) -> np.ndarray:
+    return np.resize(np.frombuffer(struct.pack(_FORMAT, *place), np.uint8), STACK[1])
+
+
 def decode(observation: Any) -> Place:
     code = observation["code"] if isinstance(observation, dict) else observation
+    if code.shape == STACK:
+        code = code[-1, : struct.calcsize(_FORMAT)]
     return Place(*struct.unpack(_FORMAT, np.asarray(code).tobytes()))
 
 
@@ -81,6 +91,8 @@ class CountingEnv(gym.Env):
         self.action_space = gym.spaces.Discrete(NUM_ACTIONS)
         code = gym.spaces.Box(0, 255, (struct.calcsize(_FORMAT),), np.uint8)
         self.observation_space = code
+        if kind & STACKED:
+            self.observation_space = gym.spaces.Box(0, 255, STACK, np.uint8)
         if kind & NESTED:
             self.observation_space = gym.spaces.Dict(
                 code=code,
@@ -132,6 +144,10 @@ def make_lives() -> CountingEnv:
 
 def make_nested() -> CountingEnv:
     return CountingEnv(NESTED | TRUNCATING)
+
+
+def make_stacked() -> CountingEnv:
+    return CountingEnv(STACKED | TRUNCATING)
 
 
 def check_rollout(

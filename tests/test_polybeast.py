@@ -17,7 +17,7 @@ import libtorchbeast
 import monobeast
 import nest
 import polybeast
-from core import env_server, environment
+from core import env_server, environment, wire
 from core.rollouts import RolloutBuffers
 from core.spaces import leaves, map_nest
 from core.supervise import start_thread
@@ -171,6 +171,26 @@ def test_rollouts_that_crossed_the_network_add_up(make, tmp_path):
         for _ in range(12):
             rollouts += columns(play.next_batch()[0])
     assert check_continuity(rollouts, 2 * S) <= 2 * S
+
+
+def test_stacks_that_crossed_the_network_frame_by_frame_add_up(tmp_path, monkeypatch):
+    sizes, encode = [], wire.Steps.encode
+
+    def spy(self, seq, *, whole):
+        message = encode(self, seq, whole=whole)
+        sizes.append(len(message))
+        return message
+
+    monkeypatch.setattr(wire.Steps, "encode", spy)
+    rollouts = []
+    make_env = counting_env.make_stacked
+    with Play(make_env, tmp_path, agent=random_agent, servers=2) as play:
+        for _ in range(30):
+            rollouts += columns(play.next_batch()[0])
+    assert check_continuity(rollouts, 2 * S) <= 2 * S
+    frames, nbytes = counting_env.STACK
+    saved = K * (frames - 1) * nbytes
+    assert {size // saved for size in sizes} == {0, 1}
 
 
 def test_agents_outputs_stand_one_row_after_what_they_saw(tmp_path):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import gc
+import itertools
 from typing import Any
 
 import gymnasium as gym
@@ -504,23 +505,99 @@ def test_arrays_outlive_their_frame():
     assert (arrays[0] == 7).all() and not any(map(any, others))
 
 
-def actions_as(data: bytes) -> tuple[int, list[bytes]]:
+def actions_as(data: bytes) -> tuple[tuple[int, bool], list[bytes]]:
     frame = Frame(Action, wire.arrays_of(SPEC), K)
-    seq = frame.decode_action(data)
-    return seq, [array.tobytes() for array in frame.arrays]
+    seq_and_whole = frame.decode_action(data)
+    return seq_and_whole, [array.tobytes() for array in frame.arrays]
 
 
 def test_actions_arrive_whatever_the_order_of_fields(protobuf):
     sender = Frame(Action, wire.arrays_of(SPEC), K)
     buffers = fill(sender)
-    assert actions_as(sender.encode(5)) == (5, buffers)
+    assert actions_as(sender.encode(5)) == ((5, False), buffers)
     theirs = protobuf.ToServer(action=protobuf.Action(seq=0, arrays=buffers))
     data = theirs.SerializeToString()
     assert len(data) != len(sender)  # Theirs leaves the 0 out.
-    assert actions_as(data) == (0, buffers)
+    assert actions_as(data) == ((0, False), buffers)
+    theirs.action.whole = True
+    assert actions_as(theirs.SerializeToString()) == ((0, True), buffers)
     seq = tag(1, 1) + (5).to_bytes(8, "little")
     swapped = b"".join(field(2, buffer) for buffer in buffers) + seq
-    assert actions_as(field(2, swapped)) == (5, buffers)
+    assert actions_as(field(2, swapped)) == ((5, False), buffers)
+
+
+# A stack, of no whole number of words, around and between other arrays.
+STACKS = (
+    Array(("observation", "a"), "bool", ()),
+    Array(("observation", "b"), "uint8", (4, 3, 401), stack=True),
+    Array(("observation", "c"), "float32", (4, 401)),
+    Array(("observation", "d"), "int16", (2, 1201), stack=True),
+    Array(("reward",), "float32", ()),
+)
+
+
+def stacks_of(step: Step, before: list[np.ndarray]) -> list[np.ndarray]:
+    """Return the arrays of a step as the protocol says they are to be read."""
+    arrays = []
+    for spec, data, old in zip(STACKS, step.arrays, before, strict=True):
+        dtype = np.dtype(spec.dtype)
+        if spec.stack and step.newest_frames:
+            frame = np.frombuffer(data, dtype).reshape(K, 1, *spec.shape[1:])
+            arrays.append(np.concatenate([old[:, 1:], frame], 1))
+        else:
+            arrays.append(np.frombuffer(data, dtype).reshape(K, *spec.shape))
+    return arrays
+
+
+@pytest.mark.parametrize("newest_frames", [True, False])
+def test_steps_of_stacks_say_all_with_the_newest_frames(protobuf, newest_frames):
+    steps = wire.Steps(STACKS, K, newest_frames=newest_frames)
+    turns = itertools.cycle(steps.arrays)
+    rng = np.random.default_rng(1)
+    rows = [np.zeros((K, *spec.shape), spec.dtype) for spec in STACKS]
+    read = rows
+    for seq in range(40):
+        begins = seq == 0 or seq % 7 == 3  # One environment's episode.
+        whole = seq % 10 == 0
+        for spec, row in zip(STACKS, rows):
+            if not spec.stack:
+                row[...] = rng.integers(0, 99, row.shape)
+                continue
+            row[:, :-1] = row[:, 1:].copy()
+            row[:, -1] = rng.integers(0, 99, row[:, -1].shape)
+            if begins:
+                row[seq % K, :-1] = row[seq % K, -1]
+            if seq == 25 and len(spec.shape) == 3:
+                row[1, -2, ..., -1] += 1  # Not in the first frame, nor in the last.
+        for ours, row in zip(next(turns), rows, strict=True):
+            ours[...] = row
+        data = steps.encode(seq, whole=whole)
+        step = decode(ToLearner, data).step
+        assert step.seq == seq
+        is_short = newest_frames and not begins and not whole and seq != 25
+        assert step.newest_frames == is_short
+        read = stacks_of(step, read)
+        for array, row in zip(read, rows, strict=True):
+            np.testing.assert_array_equal(array, row)
+        theirs = protobuf.ToLearner.FromString(data).step
+        assert theirs.newest_frames == step.newest_frames
+        assert tuple(theirs.arrays) == step.arrays
+
+
+def test_frames_that_differ_in_their_bits_only_are_sent():
+    arrays = (Array(("observation",), "float32", (2, 1024), stack=True),)
+    steps = wire.Steps(arrays, 1, newest_frames=True)
+    steps.encode(0, whole=True)
+    steps.arrays[1][0][0, 0] = -0.0  # Equal to what came before.
+    assert not decode(ToLearner, steps.encode(1, whole=False)).step.newest_frames
+
+
+def test_what_may_be_a_stack_is_marked():
+    shapes = [(4, 84, 84), (84, 84, 4), (5000,), (4, 1023), (4, 1024), (1, 5000)]
+    arrays = [Array(("observation", i), "uint8", s) for i, s in enumerate(shapes)]
+    arrays.append(Array(("info", "x"), "uint8", (4, 1024)))
+    marked = [array.stack for array in wire.with_stacks(arrays)]
+    assert marked == [True, False, False, False, True, False, False]
 
 
 def test_an_action_that_does_not_fit_is_named_and_changes_nothing():

@@ -149,8 +149,9 @@ class Checker {
       CHECK_EQ(value<int64_t>(count, 3 * i), env);
       CHECK_EQ(value<int64_t>(count, 3 * i + 1), life);
       CHECK_EQ(value<int64_t>(count, 3 * i + 2), n);
-      for (int64_t p = 0; p < 5; ++p) {
-        CHECK_EQ(value<uint8_t>(frame, 5 * i + p), fake::pixel_of(env, n));
+      for (int64_t p = 0; p < fake::kFrames; ++p) {
+        CHECK_EQ(value<uint8_t>(frame, fake::kFrames * i + p),
+                 fake::pixel_of(env, n, p));
       }
       CHECK_EQ(value<float>(row(batch, "reward"), i), fake::reward_of(n));
       CHECK_EQ(value<bool>(row(batch, "done"), i), fake::done_of(n));
@@ -285,14 +286,17 @@ struct Player {
     connection->send(fake::welcome(options));
   }
   std::string next() {
+    const bool is_short = fake::may_be_short(hello, whole, n);
     return fake::step(hello.first_env_id, num_envs, hello.incarnation, n++,
-                      last_actions);
+                      last_actions, is_short);
   }
   void step() { connection->send(next()); }
   void take_action() {
     const fake::Action action = fake::parse_action(connection->receive());
     CHECK_EQ(action.seq, n - 1);
     last_actions = action.values;
+    whole = action.whole;
+    CHECK_EQ(whole, n % kT == 0);  // The row that ends a rollout.
     for (int64_t k = 0; k < num_envs; ++k) {
       CHECK_EQ(last_actions.at(k),
                fake::right_action(hello.first_env_id + k, n - 1));
@@ -304,6 +308,7 @@ struct Player {
   fake::Hello hello;
   int64_t n = 0;
   std::vector<int64_t> last_actions;
+  bool whole = true;
 };
 
 // Plays `rows` rows of a stream whose agent is played by the test, too.
@@ -337,6 +342,7 @@ void learn_and_check(int64_t num_envs, size_t num_streams, bool named_rows,
   rig.pool->stop();
   rig.running.get();
   CHECK_EQ(server.errors(), 0);
+  CHECK(2 * num_envs * server.short_steps() > server.steps());
   const PoolStats stats = rig.pool->stats();
   CHECK(is_balanced(stats));
   CHECK_EQ(stats.learned, kT * checker.rollouts());
@@ -834,6 +840,8 @@ TEST(messages_that_are_wrong_end_their_stream_only) {
       {fake::step(0, 2, 100, 2, {1, 1}),
        "array observation.count has 48 bytes, expected 24 (1 of int64[3])"},
       {fake::bytes(2, fake::fixed64(1, 2)), "it has 0 arrays, expected 9"},
+      {fake::bytes(2, fake::parse(right)[0].bytes + fake::number(3, 1)),
+       "array observation.frame has 5 bytes, expected 1 (1 newest frames of"},
       {fake::welcome({}), "a second Welcome"},
   };
   RigOptions options;
@@ -858,6 +866,30 @@ TEST(messages_that_are_wrong_end_their_stream_only) {
   const PoolStats stats = rig.pool->stats();
   CHECK_EQ(stats.failures, static_cast<int64_t>(cases.size()));
   CHECK(is_balanced(stats));
+}
+
+TEST(newest_frames_must_have_some_before_them) {
+  RigOptions options;
+  options.max_failures = 100;
+  Rig rig(options);
+  rig.start();
+  Player first(rig.network->accept());
+  first.greet();
+  first.connection->send(fake::step(0, 1, 100, 0, {0}, true));
+  first.connection->wait_closed();
+  Player last(rig.network->accept());
+  last.greet();
+  play(rig, last, kT);
+  last.connection->send(fake::step(0, 1, 101, kT, {kT - 1}, true));
+  last.connection->wait_closed();
+  const std::vector<std::string> events = rig.pool->take_events();
+  const auto is_said = [&](const std::string& text) {
+    return std::any_of(events.begin(), events.end(), [&](const auto& event) {
+      return event.find(text) != std::string::npos;
+    });
+  };
+  CHECK(is_said("the first Step has only the newest frames"));
+  CHECK(is_said("Step 5 has only the newest frames, expected all"));
 }
 
 TEST(a_step_before_its_time_ends_the_stream) {

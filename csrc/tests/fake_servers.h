@@ -110,15 +110,19 @@ std::string raw(Ts... values) {
 // An Array of a Welcome; every key of the path is a name.
 inline std::string array(const std::vector<std::string>& path,
                          const std::string& dtype,
-                         const std::vector<uint64_t>& shape = {}) {
+                         const std::vector<uint64_t>& shape = {},
+                         bool stack = false) {
   std::string out;
   for (const std::string& key : path) out += bytes(1, bytes(1, key));
   out += bytes(2, dtype);
   std::string packed;
   for (const uint64_t axis : shape) packed += varint(axis);
   if (!shape.empty()) out += bytes(3, packed);
+  if (stack) out += number(4, 1);
   return out;
 }
+
+constexpr int64_t kFrames = 5;  // Of one pixel each.
 
 struct WelcomeOptions {
   uint64_t protocol = 1;
@@ -126,7 +130,7 @@ struct WelcomeOptions {
   uint64_t num_envs = 1;
   std::vector<std::string> step_arrays = {
       array({"observation", "count"}, "int64", {3}),
-      array({"observation", "frame"}, "uint8", {5}),
+      array({"observation", "frame"}, "uint8", {kFrames}, true),
       array({"reward"}, "float32"),
       array({"done"}, "bool"),
       array({"truncated"}, "bool"),
@@ -158,22 +162,28 @@ inline std::string goodbye(const std::string& reason) {
 // so; and the agent's action for it is right_action(e, n).
 inline int64_t right_action(int64_t env, int64_t n) { return 1000 * env + n; }
 inline float reward_of(int64_t n) { return static_cast<float>(n) + 0.5f; }
-inline bool done_of(int64_t n) { return n % 7 == 0; }
+constexpr int64_t kGame = 7;  // Steps.
+inline bool done_of(int64_t n) { return n % kGame == 0; }
 inline float return_of(int64_t env, int64_t n) {
   return static_cast<float>(100 * env - n);
 }
-inline uint8_t pixel_of(int64_t env, int64_t n) {
-  return static_cast<uint8_t>(17 * env + 3 * n);
+// Frame p of a stack; a game's first picture stands for those before it.
+inline uint8_t pixel_of(int64_t env, int64_t n, int64_t p) {
+  const int64_t seen = std::max(n - kFrames + 1 + p, n - n % kGame);
+  return static_cast<uint8_t>(17 * env + 3 * seen);
 }
 
 inline std::string step(int64_t first_env, int64_t num_envs,
                         int64_t incarnation, int64_t n,
-                        const std::vector<int64_t>& last_actions) {
+                        const std::vector<int64_t>& last_actions,
+                        bool newest_frames = false) {
   std::string count, frame, reward, done, truncated, ret, steps, last, game;
   for (int64_t k = 0; k < num_envs; ++k) {
     const int64_t env = first_env + k;
     count += raw(env, incarnation, n);
-    frame += std::string(5, static_cast<char>(pixel_of(env, n)));
+    for (int64_t p = newest_frames ? kFrames - 1 : 0; p < kFrames; ++p) {
+      frame += raw(pixel_of(env, n, p));
+    }
     reward += raw(reward_of(n));
     done += raw(done_of(n));
     truncated += raw(false);
@@ -187,6 +197,7 @@ inline std::string step(int64_t first_env, int64_t num_envs,
        {count, frame, reward, done, truncated, ret, steps, last, game}) {
     out += bytes(2, part);
   }
+  if (newest_frames) out += number(3, 1);
   return bytes(2, out);
 }
 
@@ -194,6 +205,7 @@ struct Hello {
   std::string version, run_id;
   std::vector<std::string> info_keys;
   int64_t seed = 0, first_env_id = 0, incarnation = 0;
+  bool newest_frames = false;
 };
 
 inline Hello parse_hello(const std::string& message) {
@@ -211,13 +223,20 @@ inline Hello parse_hello(const std::string& message) {
   hello.seed = number_of(fields, 5);
   hello.first_env_id = number_of(fields, 6);
   hello.incarnation = number_of(fields, 7);
+  hello.newest_frames = number_of(fields, 8);
   return hello;
 }
 
 struct Action {
   int64_t seq = 0;
   std::vector<int64_t> values;
+  bool whole = false;
 };
+
+// Whether row n is sent with the newest frame alone.
+inline bool may_be_short(const Hello& hello, bool whole, int64_t n) {
+  return hello.newest_frames && !whole && !done_of(n);
+}
 
 inline Action parse_action(const std::string& message) {
   const auto outer = parse(message);
@@ -227,6 +246,7 @@ inline Action parse_action(const std::string& message) {
   const auto fields = parse(outer[0].bytes);
   Action action;
   action.seq = number_of(fields, 1);
+  action.whole = number_of(fields, 3);
   for (const Field& field : fields) {
     if (field.field != 2) continue;
     action.values.resize(field.bytes.size() / sizeof(int64_t));
@@ -307,6 +327,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Hello hello;
   int64_t n = -1;
   std::vector<int64_t> last_actions;
+  bool whole = true;  // The next row.
 
   void connected() {
     post([this] { events_->on_connected(); });
@@ -520,6 +541,7 @@ class CountingServer : public Server {
       }
       if (action.seq != connection.n || action.values != expected) ++errors_;
       connection.last_actions = action.values;
+      connection.whole = action.whole;
     }
     ++connection.n;
     reply(connection);
@@ -530,17 +552,23 @@ class CountingServer : public Server {
     if (connection.n > 0) {
       steps_ += static_cast<int64_t>(options_.num_envs);
     }
-    connection.deliver(step(
-        connection.hello.first_env_id, static_cast<int64_t>(options_.num_envs),
-        connection.hello.incarnation, connection.n, connection.last_actions));
+    const bool is_short =
+        may_be_short(connection.hello, connection.whole, connection.n);
+    short_steps_ += is_short;
+    connection.deliver(step(connection.hello.first_env_id,
+                            static_cast<int64_t>(options_.num_envs),
+                            connection.hello.incarnation, connection.n,
+                            connection.last_actions, is_short));
   }
 
+  int64_t short_steps() const { return short_steps_; }
   int64_t errors() const { return errors_; }  // Wrong actions.
   int64_t steps() const { return steps_; }    // Sent, after first ones.
 
  private:
   WelcomeOptions options_;
   std::atomic<int64_t> errors_{0};
+  std::atomic<int64_t> short_steps_{0};  // With the newest frames alone.
   std::atomic<int64_t> steps_{0};
 };
 

@@ -48,6 +48,7 @@ struct Link {
   bool connected = false;
   bool ended = false;
   uint64_t next_seq = 0;  // Of the Step that answers the last Action.
+  bool whole = true;      // That Step must be.
   std::string announced;  // The last Welcome that was sent...
   wire::Welcome welcome;  // ...and what it says.
 };
@@ -129,8 +130,9 @@ class EvilTransport final : public Transport {
       transport_.notify();
     }
     void send(std::string message) override {
-      link_->next_seq =
-          static_cast<uint64_t>(fake::parse_action(message).seq) + 1;
+      const fake::Action action = fake::parse_action(message);
+      link_->next_seq = static_cast<uint64_t>(action.seq) + 1;
+      link_->whole = action.whole;
     }
     void cancel() override {}  // The server takes its time.
 
@@ -349,11 +351,15 @@ class Game {
   std::string next_step(size_t stream) {
     std::string message;
     transport_->with(stream, [&](Link& link) {
+      const bool is_short = options_ & 8 && !link.whole;
       message = fake::fixed64(1, link.next_seq);
       for (const wire::ArraySpec& spec : link.welcome.step_arrays) {
-        message += fake::bytes(
-            2, std::string(spec.nbytes * link.welcome.num_envs, '\0'));
+        const size_t size =
+            is_short && spec.stack ? spec.frame_nbytes() : spec.nbytes;
+        message +=
+            fake::bytes(2, std::string(size * link.welcome.num_envs, '\0'));
       }
+      if (is_short) message += fake::number(3, 1);
     });
     return fake::bytes(2, message);
   }

@@ -57,7 +57,7 @@ std::optional<EnvSpec> spec_of(wire::Welcome welcome, size_t nbytes) {
 }
 
 std::string text_of(const Segments& message, const wire::Step& step) {
-  std::string text = std::to_string(step.seq);
+  std::string text = std::to_string(step.seq) + (step.newest_frames ? "+" : "");
   for (const wire::Piece& piece : step.arrays) {
     const auto copy = std::make_unique<char[]>(piece.size);  // Not a byte more.
     wire::copy(message, piece, copy.get());
@@ -123,6 +123,7 @@ extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
       *argc, *argv,
       {two_messages(0, fake::welcome({}), step),
        two_messages(7, fake::welcome(nested), fake::step(0, 2, 0, 1, {0, 1})),
+       two_messages(2, fake::welcome({}), fake::step(0, 1, 0, 1, {0}, true)),
        two_messages(1, fake::failure("why", true)),
        two_messages(3, fake::goodbye("so long")),
        two_messages(5, step + fake::number(100, 5) + fake::fixed64(102, 7))});

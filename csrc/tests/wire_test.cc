@@ -92,6 +92,22 @@ TEST(a_step_is_read_however_it_is_split) {
   }
 }
 
+TEST(newest_frames_are_read_however_they_are_split) {
+  const std::string message = fake::step(3, 2, 7, 12, {11, 13}, true);
+  for (size_t chunk = 1; chunk <= message.size(); ++chunk) {
+    const Segments segments = segments_of(message, chunk);
+    wire::Step step;
+    wire::decode_step(segments, wire::open(segments).body, step_specs(), 2,
+                      &step);
+    CHECK(step.newest_frames);
+    std::string frames(10, '.');
+    wire::copy_runs(segments, step.arrays.at(1), 1, 5, frames.data() + 4);
+    const std::string expected = "...." + fake::raw(fake::pixel_of(3, 12, 4)) +
+                                 "...." + fake::raw(fake::pixel_of(4, 12, 4));
+    CHECK_EQ(frames, expected);
+  }
+}
+
 TEST(what_is_said_at_the_end_is_read) {
   Segments segments = segments_of(fake::failure("why", true), 2);
   const wire::Failure failure =
@@ -118,12 +134,19 @@ TEST(hello_and_action_are_written_as_servers_read_them) {
   CHECK_EQ(read.seed, -1);
   CHECK_EQ(read.first_env_id, 300);
   CHECK_EQ(read.incarnation, 7);
+  CHECK(!read.newest_frames);
+  hello.newest_frames = true;
+  CHECK(fake::parse_hello(wire::hello_to_server(hello)).newest_frames);
   // By hand, from proto/torchbeast.proto.
   CHECK_EQ(wire::action_to_server(258, {"ab", "c"}),
            std::string("\x12\x10\x09\x02\x01\0\0\0\0\0\0\x12\x02"
                        "ab\x12\x01"
                        "c",
                        18));
+  CHECK_EQ(wire::action_to_server(0, {"c"}, true),
+           std::string("\x12\x0e\x09\0\0\0\0\0\0\0\0\x12\x01"
+                       "c\x18\x01",
+                       16));
   const std::string large(300, 'x');
   const auto fields = fake::parse(wire::action_to_server(1, {large}));
   CHECK_EQ(fake::parse(fields.at(0).bytes).at(1).bytes, large);
@@ -182,6 +205,10 @@ TEST(malformed_fields_are_refused) {
   CHECK_THROWS(DecodeError, "unknown dtype ''",
                read_array(fake::bytes(1, fake::bytes(1, "x"))));
   CHECK_THROWS(DecodeError, "empty key", read_array(fake::bytes(1, "")));
+  CHECK_THROWS(DecodeError, "array x is a stack, but has no frames",
+               read_array(fake::array({"x"}, "bool", {}, true)));
+  CHECK_THROWS(DecodeError, "array x is a stack, but has no frames",
+               read_array(fake::array({"x"}, "bool", {0, 5}, true)));
   CHECK_THROWS(DecodeError, "a key is not UTF-8",
                read_array(fake::array({"\xc0\x80"}, "bool")));
   CHECK_THROWS(DecodeError, "the key '?[2J' is too long or has control",
