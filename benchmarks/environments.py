@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Atari games by our wrappers, by ale_py's own vector environment and by EnvPool.
+
+    pip install envpool
+    python -m benchmarks.environments
+
+Each writes complete rollout rows for random actions, as an environment server does, and
+`EnvPool alone` only steps. On one core, in turns, in a process of its own each time:
+agent steps per second, the median of `--repeats` and the ratio to `EnvPool alone`.
+Without EnvPool there are two rows less. Raw figures: `--out`.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+WARM_UP_S = 1.0
+ALONE = "EnvPool alone"
+
+
+def rows_of(name: str, num_envs: int) -> Callable[[], None]:
+    """Return a step of all environments, rows and all."""
+    import polybeast_env
+    from core.spaces import map_nest
+
+    flags = polybeast_env.parse_flags(["--env", name])
+    envs = polybeast_env.create_environments(flags, num_envs, seed=1)
+    rows = map_nest(lambda s: np.zeros((num_envs, *s.shape), s.dtype), envs.row_spec)
+    envs.reset(rows)
+    rng = np.random.default_rng(1)
+    return lambda: envs.step(rng.integers(envs.action_space.n, size=num_envs), rows)
+
+
+def envpool_alone(name: str, num_envs: int) -> Callable[[], None]:
+    """Return a step of EnvPool with the settings behind our rows."""
+    import envpool
+
+    envs = envpool.make_gymnasium(
+        name,
+        num_envs=num_envs,
+        num_threads=1,
+        seed=1,
+        episodic_life=True,
+        use_fire_reset=True,
+        noop_max=30,
+        frame_skip=4,
+        stack_num=4,
+        gray_scale=True,
+        repeat_action_probability=0.0,
+    )
+    envs.reset()
+    rng = np.random.default_rng(1)
+    return lambda: envs.step(rng.integers(envs.action_space.n, size=num_envs))
+
+
+def measure(what: str, name: str, num_envs: int, seconds: float) -> float:
+    """Return the steps per second, in this process and on one core of it."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
+    step = (envpool_alone if what == ALONE else rows_of)(name, num_envs)
+    begin, steps = time.perf_counter(), 0
+    while (now := time.perf_counter()) < begin + WARM_UP_S:
+        step()
+    begin = now
+    while (now := time.perf_counter()) < begin + seconds:
+        step()
+        steps += num_envs
+    return steps / (now - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--game", default="Pong")
+    parser.add_argument("--num_envs", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    flags = parser.parse_args()
+    if flags.run:
+        print(measure(*flags.run, flags.num_envs, flags.seconds))
+        return
+    names = {
+        "our wrappers": f"{flags.game}NoFrameskip-v4",
+        "ale_py's": f"ale-vector:{flags.game}",
+    }
+    if importlib.util.find_spec("envpool"):
+        names |= {"EnvPool": f"envpool:{flags.game}-v5", ALONE: f"{flags.game}-v5"}
+    measured: dict[str, list[float]] = {what: [] for what in names}
+    for _ in range(flags.repeats):
+        for what, name in names.items():
+            command = [sys.executable, "-m", "benchmarks.environments"]
+            command += ["--run", what, name, "--num_envs", str(flags.num_envs)]
+            command += ["--seconds", str(flags.seconds)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                sys.exit(f"{what} failed")
+            measured[what].append(float(done.stdout.split()[-1]))
+    medians = {what: statistics.median(rates) for what, rates in measured.items()}
+    print(f"{flags.game}, {flags.num_envs} environments on one core: steps/s")
+    for what, rates in measured.items():
+        ratio = ""
+        if ALONE in medians:
+            ratio = f"{medians[what] / medians[ALONE]:8.2f}"
+        spread = f"{min(rates):.0f}-{max(rates):.0f}"
+        print(f"{what:14}{medians[what]:8.0f}{spread:>12}{ratio}")
+    if flags.out:
+        result = {"game": flags.game, "num_envs": flags.num_envs, "steps/s": measured}
+        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
