@@ -3,6 +3,8 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from core import checkpoint
 from tools import publish
 
+PLAY = Path(__file__).parents[1] / "results" / "play"
 SERIAL = ["--serial", "--num_actors", 1, "--envs_per_actor", 2, "--batch_size", 2]
 
 
@@ -66,6 +69,18 @@ def test_training_goes_on_from_its_weights(start_for_module, runs, published):
     for name, tensor in new.items():
         assert tensor.dtype == torch.float32
         assert torch.allclose(tensor, old[name].float(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("name, games, least", [("minatar-breakout", 5, 10)])
+def test_the_agents_in_this_repository_play(start, tmp_path, name, games, least):
+    shutil.copytree(PLAY / name, tmp_path / "runs" / name)
+    (path,) = (PLAY / name / "checkpoints").iterdir()
+    assert path.stat().st_size < 5e6
+    program = start(
+        "--mode", "test", "--xpid", name, "--num_episodes", games, "--seed", 1
+    )
+    assert program.wait() == 0, program.text()
+    assert json.loads(program.text().splitlines()[-1])["mean_return"] >= least
 
 
 def test_a_run_without_a_checkpoint_is_told(tmp_path):
