@@ -71,7 +71,9 @@ def test_training_goes_on_from_its_weights(start_for_module, runs, published):
         assert torch.allclose(tensor, old[name].float(), atol=1e-6), name
 
 
-@pytest.mark.parametrize("name, games, least", [("minatar-breakout", 5, 10)])
+@pytest.mark.parametrize(
+    "name, games, least", [("pong", 1, 10), ("minatar-breakout", 5, 10)]
+)
 def test_the_agents_in_this_repository_play(start, tmp_path, name, games, least):
     shutil.copytree(PLAY / name, tmp_path / "runs" / name)
     (path,) = (PLAY / name / "checkpoints").iterdir()
