@@ -26,7 +26,7 @@ the package cryptography.
 
 With --frames: observations that are stacks of four frames, 84x84 uint8 each, and a new
 one comes with every step; the whole stacks sent, and in turns with that the newest
-frame only. Over the unix socket, or with --tcp over TCP on this machine.
+frame only. Over TCP on this machine, with the bytes that a step takes of the network.
 """
 
 import argparse
@@ -377,16 +377,15 @@ def newest_frames(flags: argparse.Namespace) -> list[dict[str, Any]]:
                         K,
                         streams,
                         flags.seconds,
-                        tcp=flags.tcp,
+                        tcp=True,
                         frames=frames,
                     )
                     results.append(run)
-            measured.append({"K": K, "streams": streams, "tcp": flags.tcp, **runs})
+            measured.append({"K": K, "streams": streams, **runs})
             text = row_of(K, streams, runs)
-            if flags.tcp:
-                for what in runs:
-                    nbytes = statistics.median(run["bytes"] for run in runs[what])
-                    text += f"{nbytes:9.0f} B"
+            for what in runs:
+                nbytes = statistics.median(run["bytes"] for run in runs[what])
+                text += f"{nbytes:9.0f} B"
             print(text, flush=True)
     return measured
 
@@ -420,7 +419,6 @@ def main() -> None:
     parser.add_argument(
         "--frames", action="store_true", help="stacks of frames instead"
     )
-    parser.add_argument("--tcp", action="store_true", help="with --frames: over TCP")
     parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     flags = parser.parse_args()
     what = against_echo
