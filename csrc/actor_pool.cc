@@ -204,6 +204,8 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
     Impl* const pool;
     const size_t index;
     const std::string address;
+    // On one machine it costs more to look for them than to copy all.
+    const bool takes_newest_frames = !address.starts_with("unix:");
 
     StreamState state = StreamState::kWaitingToConnect;
     std::shared_ptr<Stream> stream;
@@ -469,8 +471,7 @@ void ActorPool::Impl::connect(Lock& lock, Actor& actor) {
   // Without a K, stream 0 is right with 0; another scout comes again.
   hello.first_env_id = env_ ? actor.index * env_->num_envs : 0;
   hello.incarnation = options_.first_incarnation + actor.incarnations;
-  // On this machine it costs more to look for them than to copy all.
-  hello.newest_frames = !actor.address.starts_with("unix:");
+  hello.newest_frames = actor.takes_newest_frames;
   actor.state = StreamState::kConnecting;
   actor.closing = actor.closed = false;
   actor.next_seq = 0;
@@ -861,7 +862,8 @@ void ActorPool::Impl::on_answer(Actor& actor, const Outputs* outputs,
       action.emplace_back(array.data, array.nbytes());
     }
     std::string message = wire::action_to_server(
-        actor.next_seq - 1, action, env_->has_stacks && ends_rollout(actor));
+        actor.next_seq - 1, action,
+        actor.takes_newest_frames && env_->has_stacks && ends_rollout(actor));
 
     const auto state = answer.leaves.begin() + agent->leaves.size();
     actor.outputs.assign(answer.leaves.begin(), state);
