@@ -11,7 +11,8 @@ constant action. One environment server process, one learner process that runs t
 data path (actor pool, dynamic batching, rollouts, learner batches), a unix socket. In
 turns with it runs a bare echo: the same bytes as one gRPC message from a grpcio server
 as it comes, answered at once by a C++ client that looks at nothing
-(benchmarks/echo_client.cc).
+(benchmarks/echo_client.cc). Both servers keep to one core, as those of polybeast_env do
+where there is one for each core; --roaming lets them move about.
 
 The table has environment steps per second, CPU time per step of both processes
 together, and the ratio of the rates; medians of `--repeats`. Raw figures: `--out`.
@@ -32,7 +33,9 @@ frame only. Over TCP on this machine, with the bytes that a step takes of the ne
 import argparse
 import contextlib
 import functools
+import itertools
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -240,11 +243,13 @@ def learn(
 
 
 @contextlib.contextmanager
-def child(kind: str, *args: object) -> Iterator[psutil.Process]:
-    """Run one of this file's servers in a process of its own."""
+def child(kind: str, core: int | None, *args: object) -> Iterator[psutil.Process]:
+    """Run one of this file's servers in a process of its own, and on this core."""
     command = [sys.executable, "-m", "benchmarks.transport", "--run", kind]
     with subprocess.Popen([*command, *map(str, args)]) as process:
         try:
+            if core is not None:
+                os.sched_setaffinity(process.pid, {core})  # Before it has threads.
             yield psutil.Process(process.pid)
         finally:
             process.kill()
@@ -262,8 +267,12 @@ def measure(
     tcp: bool = False,
     certs: Path | None = None,
     frames: str = "",
+    roaming: bool = False,
 ) -> dict[str, float]:
     """Measure the data path or the echo once; `streams` are those of each server."""
+    cores: list[int | None] = [None]
+    if hasattr(os, "sched_setaffinity") and not roaming:
+        cores = sorted(os.sched_getaffinity(0), reverse=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         addresses = [f"unix:{folder}/{i}" for i in range(servers)]
         if tcp:
@@ -271,8 +280,8 @@ def measure(
         theirs, ours = (certs / "localhost", certs / "learner") if certs else ("", "")
         kind = "serve" if what == "data path" else "echo"
         processes = [
-            stack.enter_context(child(kind, address, K, streams, theirs, frames))
-            for address in addresses
+            stack.enter_context(child(kind, core, address, K, streams, theirs, frames))
+            for address, core in zip(addresses, itertools.cycle(cores))
         ]
         while not tcp and len(list(Path(folder).iterdir())) < servers:
             time.sleep(0.01)
@@ -317,7 +326,13 @@ def scale(own: argparse.Namespace) -> list[dict[str, Any]]:
     for servers, streams in SCALE:
         runs = [
             measure(
-                "data path", SCALE_K, streams, own.seconds, servers=servers, T=SCALE_T
+                "data path",
+                SCALE_K,
+                streams,
+                own.seconds,
+                servers=servers,
+                T=SCALE_T,
+                roaming=own.roaming,
             )
             for _ in range(own.repeats)
         ]
@@ -358,6 +373,7 @@ def price_of_tls(flags: argparse.Namespace) -> list[dict[str, Any]]:
                                 flags.seconds,
                                 tcp=True,
                                 certs=certs,
+                                roaming=flags.roaming,
                             )
                         )
                 measured.append({"K": K, "streams": streams, **runs})
@@ -384,6 +400,7 @@ def newest_frames(flags: argparse.Namespace) -> list[dict[str, Any]]:
                         flags.seconds,
                         tcp=True,
                         frames=frames,
+                        roaming=flags.roaming,
                     )
                     results.append(run)
             measured.append({"K": K, "streams": streams, **runs})
@@ -424,6 +441,9 @@ def main() -> None:
     parser.add_argument(
         "--frames", action="store_true", help="stacks of frames instead"
     )
+    parser.add_argument(
+        "--roaming", action="store_true", help="do not keep servers to a core"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     flags = parser.parse_args()
     what = against_echo
@@ -459,7 +479,14 @@ def against_echo(flags: argparse.Namespace) -> list[dict[str, Any]]:
                 for _ in range(flags.repeats):
                     for what, results in runs.items():
                         results.append(
-                            measure(what, K, streams, flags.seconds, echo_client)
+                            measure(
+                                what,
+                                K,
+                                streams,
+                                flags.seconds,
+                                echo_client,
+                                roaming=flags.roaming,
+                            )
                         )
                 measured.append({"K": K, "streams": streams, **runs})
                 ratio = rate(runs["data path"]) / rate(runs["echo"])

@@ -665,38 +665,31 @@ class Frame:
         # grpcio sends nothing but `bytes`. Writing into one saves a copy of every
         # observation; nobody else knows it yet, as in PyBytes_FromStringAndSize.
         self._message = bytes(len(head) + body - 1)
-        self._data = _contents(self._message)
+        self.data = _contents(self._message)
         self._fixed = [(0, len(head), head)]  # Begin, end and bytes of what is.
         self.arrays: list[np.ndarray] = []
-        self._places: list[slice] = []  # Theirs, in the message.
+        self.places: list[slice] = []  # Theirs, in `data`.
         position = self._seq.stop
         for head, shape, dtype, size in zip(heads, shapes, dtypes, sizes):
             self._fixed.append((position, position + len(head), head))
             position += len(head)
-            self.arrays.append(np.ndarray(shape, dtype, self._data, position))
-            self._places.append(slice(position, position + size))
+            self.arrays.append(np.ndarray(shape, dtype, self.data, position))
+            self.places.append(slice(position, position + size))
             position += size
         self._fixed.append((position, position + len(tail), tail))
         for begin, end, data in self._fixed:
-            self._data[begin:end] = data
+            self.data[begin:end] = data
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self.data)
 
     def encode(self, seq: int) -> bytes:
         """Return the message: a ToLearner for a Step, a ToServer for an Action.
 
         It is always the same object, with other contents.
         """
-        self._data[self._seq] = seq.to_bytes(8, "little")
+        self.data[self._seq] = seq.to_bytes(8, "little")
         return self._message
-
-    def copy_range(self, other: "Frame", first: int, last: int) -> None:
-        """Copy the arrays from `first` to `last`, which are as large in `other`."""
-        ours, theirs = self._places, other._places
-        self._data[ours[first].start : ours[last].stop] = other._data[
-            theirs[first].start : theirs[last].stop
-        ]
 
     def decode_action(self, message: bytes) -> tuple[int, bool]:
         """Copy what a ToServer holds into `arrays`; return its `seq` and `whole`.
@@ -704,10 +697,10 @@ class Frame:
         Raises:
           WireError: it is malformed or no Action, or its arrays are not ours.
         """
-        if len(message) == len(self._data) and all(
+        if len(message) == len(self.data) and all(
             message[begin:end] == data for begin, end, data in self._fixed
         ):
-            self._data[:] = message
+            self.data[:] = message
             return int.from_bytes(message[self._seq], "little"), False
         # It may still be one: it is `whole`, other orders of fields mean the same, and
         # a seq of 0 may be left out.
@@ -777,41 +770,42 @@ class Steps:
         self.arrays = [frame.arrays for frame in self._frames]
         if not self._stacks:
             return
-        self._bytes = [
-            [_frame_bytes(frame.arrays[i]) for i in self._stacks]
-            for frame in self._frames
-        ]
         self._newest = Frame(Step, arrays, num_envs, newest_frames=True)
-        self._ranges = []  # First and last of the arrays between stacks.
-        for is_stack, members in itertools.groupby(
-            range(len(arrays)), self._stacks.__contains__
-        ):
-            between = list(members)
-            if not is_stack:
-                self._ranges.append((between[0], between[-1]))
+        # Where each older frame of an environment is to be, where it was in the step
+        # before, and what the short message has of a whole one.
+        self._begins: list[int] = []
+        older: list[slice] = []
+        self._copies: list[tuple[slice, slice]] = []
+        places = zip(self._newest.places, self._frames[0].places)
+        for i, (short, whole) in enumerate(places):
+            if i not in self._stacks:
+                self._copies.append((short, whole))
+                continue
+            size = (short.stop - short.start) // num_envs
+            stack_size = size * arrays[i].shape[0]
+            for k in range(num_envs):
+                begin = whole.start + k * stack_size
+                end = begin + stack_size
+                self._begins.append(begin)
+                older.append(slice(begin + size, end))
+                to = short.start + k * size
+                self._copies.append((slice(to, to + size), slice(end - size, end)))
+        self._older = [[frame.data[place] for place in older] for frame in self._frames]
 
     def encode(self, seq: int, *, whole: bool) -> bytes:
         """Return the message, good until the next one."""
         frame = self._frames[0]
+        message = frame.encode(seq)
         if not self._stacks:
-            return frame.encode(seq)
-        now, before = self._bytes
+            return message
         self._frames.reverse()
-        self._bytes.reverse()
-        if whole or not all(
-            np.array_equal(ours[:, :-1], old[:, 1:]) for ours, old in zip(now, before)
-        ):
-            return frame.encode(seq)
-        for first, last in self._ranges:
-            self._newest.copy_range(frame, first, last)
-        for i in self._stacks:
-            np.copyto(self._newest.arrays[i], frame.arrays[i][:, -1])
+        self._older.reverse()
+        # With the GIL, unlike numpy: to hand it over and back costs more than this.
+        if whole or not all(map(message.startswith, self._older[0], self._begins)):
+            return message
+        for to, place in self._copies:
+            self._newest.data[to] = frame.data[place]
         return self._newest.encode(seq)
-
-
-def _frame_bytes(stacks: np.ndarray) -> np.ndarray:
-    """Return [K, frames, bytes] of [K, frames, ...], as a view."""
-    return stacks.reshape(*stacks.shape[:2], -1).view(np.uint8)
 
 
 def _contents(data: bytes) -> memoryview:

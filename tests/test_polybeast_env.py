@@ -24,7 +24,7 @@ import pytest
 import polybeast_env
 from core import env_server, spaces, supervise, tls, wire
 from core.environment import Environments
-from core.supervise import ConfigError, Exit, start_thread
+from core.supervise import ConfigError, Exit, num_cores, start_thread
 from core.wire import Action, Hello, ToServer
 from tests import counting_env, fault_env
 from tests.conftest import DEADLINE_S, wait_until
@@ -860,6 +860,39 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 COUNTING = ("--env", "tests.counting_env:make_truncating")
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) > num_cores(),
+    reason="processes here cannot be kept to cores, or have a quota",
+)
+def test_servers_share_the_cores(start):
+    cores = sorted(os.sched_getaffinity(0))
+    program = start(*COUNTING, num_servers=2 * len(cores))
+    program.wait_for_text("Serving")
+    assert sorted(child.cpu_affinity() for child in program.children()) == [
+        [core] for core in cores for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "argv, num_cores, expected",
+    [
+        (["--num_servers", "3"], 3, [1, 4, 6]),
+        (["--num_servers", "6"], 3, [1, 4, 6]),
+        (["--num_servers", "4"], 3, []),
+        (["--num_servers", "1"], 3, []),
+        (["--num_servers", "3"], 1, []),
+        (["--num_servers", "3", "--with_parent"], 3, []),
+        (["--num_servers", "3", "--env", "ale-vector:Pong"], 3, []),
+    ],
+)
+def test_servers_keep_to_cores_that_are_theirs(monkeypatch, argv, num_cores, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {6, 1, 4}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", None, raising=False)
+    monkeypatch.setattr(polybeast_env, "num_cores", lambda: num_cores)
+    flags = polybeast_env.parse_flags(["--env", "Catch", *argv])
+    assert polybeast_env.own_cores(flags) == expected
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
