@@ -47,7 +47,7 @@ import torch
 import atari_wrappers
 import monobeast
 from core import environment
-from core.run import verdict
+from core.run import Learner, verdict
 from core.spaces import map_nest
 from core.supervise import keep_freed_memory, num_cores
 
@@ -152,11 +152,15 @@ def inference_work(flags: argparse.Namespace) -> tuple[Any, int]:
 
 
 def learner_work(flags: argparse.Namespace) -> tuple[Any, int]:
+    return learner_and_work(flags)[1:]
+
+
+def learner_and_work(flags: argparse.Namespace) -> tuple[Learner, Any, int]:
     T, B = flags.unroll_length, flags.batch_size
     _, batch = random_rows(flags, (T + 1, B))
     learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
     state = tuple(s.numpy() for s in learner.net.initial_state(B))
-    return lambda: monobeast.learn(flags, learner, batch, state), T * B
+    return learner, lambda: monobeast.learn(flags, learner, batch, state), T * B
 
 
 def measure_part(
