@@ -4,6 +4,7 @@
 import os
 import random
 import signal
+import tempfile
 import time
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from core.spaces import map_nest
 from tests.fault_env import FaultEnv
 from tests.test_monobeast import Pool, make_flags
 from tools.nemesis import actors, checkpoints, faulty, learning, leftovers, signals
-from tools.nemesis.programs import wait_for, workplace
+from tools.nemesis.programs import Program, is_saving, wait_for, workplace
 
 
 @pytest.fixture
@@ -166,3 +167,29 @@ def test_leftovers_of_every_kind_are_found():
         left = set(program.leftovers())
         assert {"runs/x/.meta.json.tmp-1", "tmp/torchbeast-x"} <= left
         assert "runs/x/checkpoints/.tmp-1-half" in left
+
+
+class Running(Program):
+    """A program that goes on and says nothing."""
+
+    def __init__(self):
+        pass
+
+    def is_running(self) -> bool:
+        return True
+
+    def text(self) -> str:
+        return ""
+
+
+def test_a_moment_counts_though_it_has_passed():
+    saving = iter([False, True, False])
+    Running().wait_for(lambda: next(saving))
+
+
+def test_who_reads_a_checkpoint_does_not_save(tmp_path):
+    (tmp_path / "step-000000000005.safetensors").touch()
+    with open(tmp_path / "step-000000000005.safetensors"):
+        assert not is_saving(os.getpid(), tmp_path)
+    with tempfile.TemporaryFile(dir=tmp_path):
+        assert is_saving(os.getpid(), tmp_path)

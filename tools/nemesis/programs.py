@@ -85,9 +85,16 @@ class Program:
           RuntimeError: the program ended before, or that took too long; says what the
             program said.
         """
+        held = False  # It may last for a moment only.
+
+        def is_decided() -> bool:
+            nonlocal held
+            held = bool(condition())
+            return held or not self.is_running()
+
         with contextlib.suppress(TimeoutError):
-            wait_for(lambda: condition() or not self.is_running())
-        if not condition():
+            wait_for(is_decided)
+        if not (held or condition()):
             raise RuntimeError(f"{condition} is not true of:\n{self.text()}")
 
     def wait(self) -> int:
@@ -141,10 +148,11 @@ class Program:
 
 
 def is_saving(pid: int, checkpoints: Path) -> bool:
-    """Say whether a process has a file open in that folder; it has no name yet."""
+    """Say whether a process has a file open there that is no checkpoint yet."""
     with contextlib.suppress(OSError):  # It is closed meanwhile, or the process ends.
         for fd in os.scandir(f"/proc/{pid}/fd"):
-            if os.readlink(fd.path).startswith(f"{checkpoints}/"):
+            path = Path(os.readlink(fd.path))
+            if path.parent == checkpoints and not path.name.startswith("step-"):
                 return True
     return False
 
