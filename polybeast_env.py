@@ -415,9 +415,8 @@ def own_cores(flags: argparse.Namespace) -> list[int]:
     core where all cores have as many servers and nothing else to do: no learner, no
     environments with threads of their own, no quota behind which others may run.
     """
-    if flags.with_parent or is_vector(flags.env):
-        return []
-    if not hasattr(os, "sched_setaffinity"):
+    shares_cores = flags.with_parent or is_vector(flags.env)
+    if shares_cores or not hasattr(os, "sched_setaffinity"):
         return []
     cores = sorted(os.sched_getaffinity(0))
     is_fair = len(cores) == num_cores() and flags.num_servers % len(cores) == 0
