@@ -64,7 +64,7 @@ def measure(flags: argparse.Namespace) -> Result:
         len(found_s) == flags.count, f"found {len(found_s)} of {flags.count} hangs"
     )
     found.require(stacks == hung, f"stacks of {stacks}, expected {hung}")
-    found.require(
+    found.require_time(
         quantile(found_s or [math.inf], 0.99) <= FOUND_P99_S,
         f"found after {found.figures['found_s']} s, expected p99 {FOUND_P99_S} at most",
     )

@@ -53,7 +53,7 @@ def measure(flags: argparse.Namespace) -> Result:
         {"back_s": back, "start": start, "end": end},
     )
     playground.require_conservation(found, storm, learner, settled)
-    found.require(
+    found.require_time(
         back["p50"] <= BACK_P50_S and back["p99"] <= BACK_P99_S,
         f"back after {back} s, expected p50 {BACK_P50_S} and p99 {BACK_P99_S} at most",
     )

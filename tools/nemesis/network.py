@@ -74,11 +74,11 @@ def measure(flags: argparse.Namespace) -> Result:
         noticed = spread([fault.noticed_s() for fault in faults])
         back = spread([fault.back_s() for fault in faults])
         found.figures[kind] = {"noticed_s": noticed, "back_s": back}
-        found.require(
+        found.require_time(
             noticed.get("max", 0.0) <= NOTICED_S,
             f"{kind} noticed after {noticed} s, expected {NOTICED_S} at most",
         )
-        found.require(
+        found.require_time(
             back.get("max", 0.0) <= BACK_S,
             f"back from {kind} after {back} s, expected {BACK_S} at most",
         )

@@ -55,7 +55,7 @@ def measure(flags: argparse.Namespace) -> Result:
             "steps_per_s_without": round(statistics.median(rates)),
         },
     )
-    found.require(
+    found.require_time(
         price <= flags.most,
         f"a price of {price:.1%}, expected {flags.most:.0%} at most",
     )

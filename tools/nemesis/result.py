@@ -25,6 +25,7 @@ class Result:
     asked: dict[str, int]  # How many there should have been.
     figures: dict[str, Any]
     failures: list[str] = dataclasses.field(default_factory=list)
+    late: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         for kind, number in self.asked.items():
@@ -37,6 +38,11 @@ class Result:
         """Note a goal that is missed. `what` says what was expected and what came."""
         if not holds:
             self.failures.append(what)
+
+    def require_time(self, holds: bool, what: str) -> None:
+        """Note a goal that a machine busy with other things misses as well."""
+        if not holds:
+            self.late.append(what)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -65,8 +71,9 @@ def to_json(figure: str, command: str, result: Result) -> str:
     return json.dumps(
         {
             "figure": figure,
-            "passed": not result.failures,
+            "passed": not (result.failures or result.late),
             "failures": result.failures,
+            "late": result.late,
             "injected": result.injected,
             "asked": result.asked,
             **result.figures,

@@ -87,7 +87,7 @@ def measure(flags: argparse.Namespace) -> Result:
     for name, by_moment in [*exit_s.items(), ("before handlers", {"all": early_s})]:
         times = [took_s for times in by_moment.values() for took_s in times]
         slow = quantile(times, 0.99) if times else 0.0
-        result.require(slow <= LIMIT_S, f"{name}: 99 of 100 end in {slow:.2f} s")
+        result.require_time(slow <= LIMIT_S, f"{name}: 99 of 100 end in {slow:.2f} s")
     return result
 
 
