@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from core.supervise import start_thread
-from tools.nemesis.programs import is_saving
+from tools.nemesis.programs import came_true, is_saving
 
 DEADLINE_S = 60.0  # For anything awaited; a test that needs it all has failed.
 POLL_S = 0.005
@@ -57,8 +57,7 @@ class Program:
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Poll until it is true; fail with the output if the program ends before."""
-        wait_until(lambda: condition() or not self.is_alive())
-        assert condition(), self.text()
+        assert came_true(condition, self.is_alive), self.text()
 
     def wait_for_text(self, text: str) -> None:
         self.wait_for(lambda: text in self.text())

@@ -16,7 +16,7 @@ from core.spaces import map_nest
 from tests.fault_env import FaultEnv
 from tests.test_monobeast import Pool, make_flags
 from tools.nemesis import actors, checkpoints, faulty, learning, leftovers, signals
-from tools.nemesis.programs import Program, is_saving, wait_for, workplace
+from tools.nemesis.programs import came_true, is_saving, wait_for, workplace
 
 
 @pytest.fixture
@@ -169,22 +169,13 @@ def test_leftovers_of_every_kind_are_found():
         assert "runs/x/checkpoints/.tmp-1-half" in left
 
 
-class Running(Program):
-    """A program that goes on and says nothing."""
-
-    def __init__(self):
-        pass
-
-    def is_running(self) -> bool:
-        return True
-
-    def text(self) -> str:
-        return ""
-
-
 def test_a_moment_counts_though_it_has_passed():
     saving = iter([False, True, False])
-    Running().wait_for(lambda: next(saving))
+    assert came_true(lambda: next(saving), lambda: True)
+    assert not came_true(lambda: False, lambda: False)
+    # Between the two looks it became true and the program ended.
+    saving = iter([False, True])
+    assert came_true(lambda: next(saving), lambda: False)
 
 
 def test_who_reads_a_checkpoint_does_not_save(tmp_path):

@@ -85,16 +85,7 @@ class Program:
           RuntimeError: the program ended before, or that took too long; says what the
             program said.
         """
-        held = False  # It may last for a moment only.
-
-        def is_decided() -> bool:
-            nonlocal held
-            held = bool(condition())
-            return held or not self.is_running()
-
-        with contextlib.suppress(TimeoutError):
-            wait_for(is_decided)
-        if not (held or condition()):
+        if not came_true(condition, self.is_running):
             raise RuntimeError(f"{condition} is not true of:\n{self.text()}")
 
     def wait(self) -> int:
@@ -218,6 +209,20 @@ def wait_for(condition: Callable[[], object], limit_s: float = DEADLINE_S) -> fl
             raise TimeoutError(f"not true within {limit_s:g} s: {condition}")
         time.sleep(POLL_S)
     return time.monotonic() - began
+
+
+def came_true(condition: Callable[[], object], is_running: Callable[[], bool]) -> bool:
+    """Poll until it is true or the program has ended; say whether it was true."""
+    held = False  # It may last for a moment only.
+
+    def is_decided() -> bool:
+        nonlocal held
+        held = bool(condition())
+        return held or not is_running()
+
+    with contextlib.suppress(TimeoutError):
+        wait_for(is_decided)
+    return held or bool(condition())
 
 
 def differences(checkpoints: Path, others: Path) -> list[str]:
