@@ -80,6 +80,7 @@ from core.supervise import (
     describe_exit,
     join_threads,
     keep_freed_memory,
+    let_learner_go_first,
     num_cores,
     start_thread,
 )
@@ -659,6 +660,8 @@ def inference(
     # Of this thread. Threads side by side lose less time than wide ones do in step, and
     # leave the learner its cores.
     torch.set_num_threads(1)
+    if flags.learner_device.startswith("cpu") and sys.platform == "linux":
+        let_learner_go_first()  # This thread alone, on Linux.
     version = -1
     for batch in inference_batcher:
         with (
@@ -790,7 +793,8 @@ class LocalServers:
         self.addresses = tuple(f"{basename}.{i}" for i in range(flags.num_servers))
         command += core.flags.to_argv(flags, core.flags.SERVER_FLAGS)
         command += ["--pipes_basename", basename]
-        # A session of its own: Ctrl-C is for this process, which then ends theirs.
+        # A session of its own: Ctrl-C is for this process, which then ends theirs. And
+        # Linux shares the cores out by sessions first: that suits both.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,  # It closes with this process, whatever ends it.

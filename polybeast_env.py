@@ -75,6 +75,7 @@ TICK_S = 0.2  # The main loop looks at signals and clocks at least this often.
 STOP_S = 1.5  # For goodbyes and close() when all end; then servers are killed.
 DELIVERED_STEPS = 20  # A server that dies before has achieved nothing: one rollout.
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+NICENESS = 5  # Of servers beside a learner; its inference threads are nicer still.
 OPEN_FILES = 65536  # As many as the system allows, up to this: learners may be many.
 
 
@@ -440,7 +441,7 @@ def serve_one(
     faulthandler.enable(sys.__stderr__)
     faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True)
     if flags.with_parent:
-        let_learner_go_first()
+        let_learner_go_first(NICENESS)
     if own_core is not None:
         os.sched_setaffinity(0, {own_core})
     from core import env_server

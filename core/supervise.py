@@ -384,17 +384,18 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
-NICE = 5
+def let_learner_go_first(niceness: int = 19) -> None:
+    """Make this thread leave the cores to the learner, where they share them.
 
+    On Linux, where threads have a niceness of their own, those that it starts later do
+    so too; elsewhere it is the process that does.
 
-def let_learner_go_first() -> None:
-    """Make this process leave the cores to the learner, where they share them.
-
-    Whoever steps environments can wait for the learner, but a preempted learner leaves
-    cores idle: it may hold what its other threads need. As a batch process this one
-    also never preempts anybody by waking up, which every message would make it do.
+    Whoever steps environments or chooses actions can wait for the learner, which sleeps
+    when it has no batch; but a preempted learner leaves cores idle: it may hold what
+    its other threads need. As a batch thread this one also never preempts anybody by
+    waking up, which every message would make it do.
     """
-    os.nice(NICE)
+    os.nice(niceness)
     if hasattr(os, "sched_setscheduler"):
         with contextlib.suppress(OSError):  # Some containers forbid it.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

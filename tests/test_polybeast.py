@@ -7,6 +7,8 @@ their own observations.
 """
 
 import inspect
+import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -408,3 +410,17 @@ def test_a_ledger_that_does_not_add_up_is_an_error():
     polybeast.check_ledger(pool())
     with pytest.raises(RuntimeError, match="10 steps received = 5 learned .* 4 in fl"):
         polybeast.check_ledger(pool(in_flight=4))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's niceness is Linux's")
+@pytest.mark.parametrize("device, niceness", [("cpu", 19), ("cuda:0", os.nice(0))])
+def test_inference_leaves_the_cores_to_a_learner_that_needs_them(device, niceness):
+    before = os.nice(0)
+
+    def infer() -> int:
+        flags = SimpleNamespace(learner_device=device)
+        polybeast.inference(flags, None, None, [], None)
+        return os.nice(0)
+
+    assert start_thread("inference", infer).result(DEADLINE_S) == niceness
+    assert os.nice(0) == before  # The learner's thread is another.
