@@ -660,8 +660,9 @@ def inference(
     # Of this thread. Threads side by side lose less time than wide ones do in step, and
     # leave the learner its cores.
     torch.set_num_threads(1)
+    # A learner on a GPU needs few cores; outside Linux this would be for all threads.
     if flags.learner_device.startswith("cpu") and sys.platform == "linux":
-        let_learner_go_first()  # This thread alone, on Linux.
+        let_learner_go_first()
     version = -1
     for batch in inference_batcher:
         with (
