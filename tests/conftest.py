@@ -49,6 +49,15 @@ class Program:
     def is_alive(self) -> bool:
         return self.process.is_alive()
 
+    def terminate_insistently(self) -> None:
+        """Send SIGTERM until it has ended: soon after the first, others are ignored."""
+
+        def has_ended() -> bool:
+            self.process.terminate()  # Does nothing once it has ended.
+            return not self.is_alive()
+
+        wait_until(has_ended)
+
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """Return the exit status."""
         self.process.join(deadline_s)

@@ -219,14 +219,7 @@ def test_a_second_signal_ends_the_run_at_once(train, run_dir):
     program = train(*LOCAL, "--env", "tests.wrong_env:make_hanging")
     program.wait_for_text("about to hang")  # So the end takes a second.
     family, sockets = program.family(), socket_folder(servers_of(program))
-
-    def signalled_to_death() -> bool:
-        # The first one stops the run; the same again within DUPLICATE_S is ignored.
-        if program.is_alive():
-            os.kill(program.pid, signal.SIGTERM)
-        return not program.is_alive()
-
-    wait_until(signalled_to_death)
+    program.terminate_insistently()
     assert program.wait() == 128 + signal.SIGTERM, program.text()
     assert "Second signal" in program.text()
     wait_until(lambda: ended(family) and not sockets.exists())
