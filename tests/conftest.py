@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from pathlib import Path
 
@@ -29,6 +29,17 @@ def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) 
         if time.monotonic() > deadline:
             raise TimeoutError(f"not true within {deadline_s} s: {condition}")
         time.sleep(POLL_S)
+
+
+def ended(processes: Iterable[psutil.Process]) -> bool:
+    """Say whether none of them runs; one that only waits for its parent does not."""
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            pass
+    return True
 
 
 class Program:

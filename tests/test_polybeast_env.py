@@ -27,7 +27,7 @@ from core.environment import Environments
 from core.supervise import ConfigError, Exit, num_cores, start_thread
 from core.wire import Action, Hello, ToServer
 from tests import counting_env, fault_env
-from tests.conftest import DEADLINE_S, wait_until
+from tests.conftest import DEADLINE_S, ended, wait_until
 
 grpc = pytest.importorskip("grpc", reason="pip install grpcio")
 from tests import hostile  # noqa: E402
@@ -852,13 +852,6 @@ def start(tmp_path, folder):
         program.kill()
 
 
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 COUNTING = ("--env", "tests.counting_env:make_truncating")
 
 
@@ -916,7 +909,7 @@ def test_a_signal_ends_everything(start, folder, signum):
                 while True:
                     client.step(0)
         assert program.wait() == Exit.DONE
-    wait_until(lambda: all(map(is_gone, children)))
+    wait_until(lambda: ended(children))
     assert os.listdir(folder) == []
     assert f"{signum.name}: stopping" in program.text()
     assert "died" not in program.text()
@@ -957,7 +950,7 @@ def test_servers_end_with_a_killed_parent(start):
     assert len(children) == 2
     program.process.kill()
     program.process.wait()
-    wait_until(lambda: all(map(is_gone, children)))
+    wait_until(lambda: ended(children))
 
 
 def test_servers_end_when_standard_input_closes(start, folder):
@@ -966,7 +959,7 @@ def test_servers_end_when_standard_input_closes(start, folder):
     children = program.children()
     program.process.stdin.close()
     assert program.wait() == Exit.DONE
-    assert all(map(is_gone, children))
+    assert ended(children)
     assert os.listdir(folder) == []
     assert program.text().startswith("Serving")  # The parent adds the time itself.
 
@@ -1201,7 +1194,7 @@ def test_sockets_of_a_killed_program_are_taken_over(start, folder):
     children = first.children()
     first.process.kill()
     first.process.wait()
-    wait_until(lambda: all(map(is_gone, children)))
+    wait_until(lambda: ended(children))
     assert len(os.listdir(folder)) == 2
     start(*COUNTING).wait_for_text("Serving")
     with EnvClient(f"unix:{folder}/s.1") as client:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from core import checkpoint, env_server
 from core.environment import env_seed
 from core.supervise import start_thread
 from core.toys import Catch
-from tests.conftest import DEADLINE_S, Program, wait_until
+from tests.conftest import DEADLINE_S, Program, ended, wait_until
 
 REPOSITORY = Path(__file__).parents[1]
 ENDLESS = 10**9
@@ -112,17 +112,6 @@ def stop(program: Program) -> str:
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait() == 75, program.text()
     return program.text()
-
-
-def ended(processes: Iterable[psutil.Process]) -> bool:
-    """Say whether none of them runs; one that only waits for its parent does not."""
-    for process in processes:
-        try:
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                return False
-        except psutil.NoSuchProcess:
-            pass
-    return True
 
 
 def servers_of(program: Program) -> psutil.Process:

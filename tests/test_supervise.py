@@ -30,7 +30,7 @@ from core.supervise import (
     exit_with_parent,
     start_thread,
 )
-from tests.conftest import wait_until
+from tests.conftest import ended, wait_until
 
 DEADLINE_S = 30.0  # Of every wait for another thread or process.
 ROOT = Path(__file__).parent.parent
@@ -336,13 +336,6 @@ def middle(method, by_thread):
     threading.Event().wait()
 
 
-def is_gone(process):
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE  # Nobody may reap it here.
-    except psutil.NoSuchProcess:
-        return True
-
-
 @pytest.mark.parametrize(
     "method, by_thread",
     [(method, False) for method in multiprocessing.get_all_start_methods()]
@@ -356,15 +349,15 @@ def test_a_child_ends_with_its_killed_parent(method, by_thread):
     child = None
     try:
         child = psutil.Process(int(parent.stdout.readline()))
-        assert not is_gone(child)
+        assert not ended([child])
         parent.kill()
         parent.wait(DEADLINE_S)
-        wait_until(lambda: is_gone(child))
+        wait_until(lambda: ended([child]))
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-        if child is not None and not is_gone(child):
+        if child is not None and not ended([child]):
             child.kill()
 
 

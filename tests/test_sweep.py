@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from core import metrics
-from tests.conftest import Program, wait_until
+from tests.conftest import Program, ended, wait_until
 from tools import sweep
 
 FAKE = 'program = "tests.fake_trainer"\n'
@@ -275,7 +275,7 @@ def test_a_killed_sweep_leaves_no_runs_and_they_write_their_checkpoints(
     program.wait_for(started(folder))
     run = psutil.Process(pid(folder))
     program.kill()
-    wait_until(lambda: not run.is_running() or run.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: ended([run]))
     assert (folder / "checkpoint").exists()
 
 
@@ -340,7 +340,7 @@ def test_both_trainers_are_stopped_resumed_and_finished(toml, tmp_path, start_sw
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait() == 75, program.text()
     assert "interrupted" in states(tmp_path)
-    wait_until(lambda: not any(process.is_running() for process in family))
+    wait_until(lambda: ended(family))
     assert list((tmp_path / "runs" / names[0] / "checkpoints").iterdir())
 
     program = start_sweep(path)

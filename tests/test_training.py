@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 
 import monobeast
 from core import checkpoint, environment, run, supervise
-from tests.conftest import DEADLINE_S, Program, wait_until
+from tests.conftest import DEADLINE_S, Program, ended, wait_until
 from tools.nemesis import programs
 
 REPOSITORY = Path(__file__).parents[1]
@@ -122,17 +121,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def differences(run_dir: Path, other: Path) -> list[str]:
     """Name what is not bit for bit equal in the newest checkpoints of two runs."""
     return programs.differences(run_dir / "checkpoints", other / "checkpoints")
-
-
-def ended(processes: Iterable[psutil.Process]) -> bool:
-    """Say whether none of them runs; one that only waits for its parent does not."""
-    for process in processes:
-        try:
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                return False
-        except psutil.NoSuchProcess:
-            pass
-    return True
 
 
 def result_of_test(program: Program) -> dict[str, Any]:
