@@ -662,7 +662,8 @@ def inference(
     torch.set_num_threads(1)
     # A learner on a GPU needs few cores; outside Linux this would be for all threads.
     if flags.learner_device.startswith("cpu") and sys.platform == "linux":
-        let_learner_go_first()
+        # One on every core would hardly ever let this thread run.
+        let_learner_go_first(19 if flags.learner_cores < num_cores() else 5)
     version = -1
     for batch in inference_batcher:
         with (

@@ -6,7 +6,7 @@
     python -m benchmarks.compare ../before . --out compare.json
 
 Trains both programs in both folders, in turns and each second turn in the other order,
-on work that the network bounds (Pong) and on work that the transport and Python bound
+on work that a network bounds (Pong, both networks) and on work that the transport and Python bound
 (Catch), and prints the ratios of the second folder's steps/s to the first's.
 """
 
@@ -24,6 +24,10 @@ from core.supervise import num_cores
 PROGRAMS = ("monobeast", "polybeast")
 WORK = {
     "Pong": ["--env", "PongNoFrameskip-v4", "--model", "shallow"],
+    "Pong-deep": [
+        *("--env", "PongNoFrameskip-v4", "--model", "deep"),
+        *("--unroll_length", "80", "--batch_size", "8"),
+    ],
     "Catch": ["--env", "Catch"],
 }
 

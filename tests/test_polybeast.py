@@ -413,12 +413,17 @@ def test_a_ledger_that_does_not_add_up_is_an_error():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread's niceness is Linux's")
-@pytest.mark.parametrize("device, niceness", [("cpu", 19), ("cuda:0", os.nice(0))])
-def test_inference_leaves_the_cores_to_a_learner_that_needs_them(device, niceness):
+@pytest.mark.parametrize(
+    "device, cores, niceness", [("cpu", 3, 19), ("cpu", 4, 5), ("cuda:0", 3, os.nice(0))]
+)
+def test_inference_leaves_the_cores_to_a_learner_that_needs_them(
+    monkeypatch, device, cores, niceness
+):
+    monkeypatch.setattr(polybeast, "num_cores", lambda: 4)
     before = os.nice(0)
 
     def infer() -> int:
-        flags = SimpleNamespace(learner_device=device)
+        flags = SimpleNamespace(learner_device=device, learner_cores=cores)
         polybeast.inference(flags, None, None, [], None)
         return os.nice(0)
 
