@@ -660,10 +660,11 @@ def inference(
     # Of this thread. Threads side by side lose less time than wide ones do in step, and
     # leave the learner its cores.
     torch.set_num_threads(1)
-    # A learner on a GPU needs few cores; outside Linux this would be for all threads.
-    if flags.learner_device.startswith("cpu") and sys.platform == "linux":
-        # One on every core would hardly ever let this thread run.
-        let_learner_go_first(19 if flags.learner_cores < num_cores() else 5)
+    # A learner on every core would hardly let this thread run, and one on a GPU needs
+    # few; outside Linux this would be for all threads.
+    on_cpu = flags.learner_device.startswith("cpu")
+    if on_cpu and flags.learner_cores < num_cores() and sys.platform == "linux":
+        let_learner_go_first()
     version = -1
     for batch in inference_batcher:
         with (

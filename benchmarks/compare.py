@@ -6,8 +6,9 @@
     python -m benchmarks.compare ../before . --out compare.json
 
 Trains both programs in both folders, in turns and each second turn in the other order,
-on work that a network bounds (Pong, both networks) and on work that the transport and Python bound
-(Catch), and prints the ratios of the second folder's steps/s to the first's.
+on work that a network bounds (Pong, both networks) and on work that the transport and
+Python bound (Catch), and prints the ratios of the second folder's steps/s to the
+first's.
 """
 
 import argparse
