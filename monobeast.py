@@ -67,7 +67,6 @@ from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
     Exit,
-    HangWatch,
     RestartBudget,
     StopSignal,
     Watchdog,
@@ -76,8 +75,10 @@ from core.supervise import (
     exit_with_parent,
     join_threads,
     keep_freed_memory,
+    kill_if_hung,
     let_learner_go_first,
     num_cores,
+    show_stacks,
     start_thread,
 )
 
@@ -750,7 +751,6 @@ class ActorSlot:
     held: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     last_served: int = 0  # When it was last handed a buffer, as a running number.
     restart_at: float | None = 0.0  # Monotonic seconds; None while it runs.
-    hang: HangWatch = dataclasses.field(default_factory=HangWatch)
     reason: str | None = None  # Of its death, if more is known than the exit status.
 
 
@@ -905,13 +905,14 @@ class Actors:
         """Kill an actor in which a step takes too long."""
         if slot.process is None:
             return
-        if slot.hang.look(
+        if kill_if_hung(
             f"Actor {slot.actor_id}",
             slot.process,
             self._clock[slot.actor_id],
             self._flags.env_step_timeout_s,
         ):
             slot.reason = "its step hung"
+            self._clock[slot.actor_id] = 0.0  # It may take a while to end.
 
     def _receive(self, slot: ActorSlot) -> None:
         assert slot.pipe is not None
@@ -1292,7 +1293,7 @@ def train_async(
 def stage(flags: argparse.Namespace, actors: Actors) -> str:
     """Say what a run that stands still waits for; the actors show their stacks."""
     for pid in actors.pids():
-        os.kill(pid, signal.SIGUSR1)
+        show_stacks(pid)
     full = actors.stats()["buffers_full"]
     waits = full * flags.envs_per_actor >= flags.batch_size
     return f"{'the learner' if waits else 'the actors'} ({full} buffers are full)"

@@ -56,11 +56,11 @@ from core import environment, tls
 from core.supervise import (
     ConfigError,
     Exit,
-    HangWatch,
     RestartBudget,
     StopSignal,
     describe_exit,
     exit_with_parent,
+    kill_if_hung,
     let_learner_go_first,
     num_cores,
 )
@@ -247,7 +247,6 @@ class ServerSlot:
     is_listening: bool = False
     has_listened: bool = False  # Ever: the socket's file is ours.
     restart_at: float | None = 0.0
-    hang: HangWatch = dataclasses.field(default_factory=HangWatch)
     reason: str | None = None  # What a dying one said last.
 
 
@@ -378,13 +377,14 @@ class Servers:
             return
         since = slot.progress[:, 1]
         oldest = float(since.min(where=since > 0, initial=np.inf))
-        if slot.hang.look(
+        if kill_if_hung(
             f"Server {slot.index}",
             slot.process,
             0.0 if oldest == np.inf else oldest,
             self._flags.env_step_timeout_s,
         ):
             slot.reason = "its environment hung"
+            since[:] = 0.0  # It may take a while to end.
 
     def _close(self) -> None:
         """End all servers, and remove what a killed one leaves behind."""

@@ -13,6 +13,7 @@ import faulthandler
 import logging
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -158,38 +159,55 @@ class RestartBudget:
         return min(self._first_wait_s * 2 ** (self.quick_deaths - 1), self._max_wait_s)
 
 
-DUMP_S = 0.5  # For a hung process to show its stacks; then it is killed.
+DUMP_S = 1.0  # At most, for a process to show its stacks.
 
 
-class HangWatch:
-    """Kills a process in which a step takes too long, after it has shown its stacks."""
+def show_stacks(pid: int) -> None:
+    """Make a child process write its stacks: its faulthandler listens to SIGUSR1.
 
-    def __init__(self) -> None:
-        self._dumped_at: float | None = None  # When it was asked for its stacks.
+    Returns when it has, so that those of several do not mix, or after DUMP_S.
+    """
+    os.kill(pid, signal.SIGUSR1)  # It need not have the GIL.
+    if sys.platform != "linux":
+        time.sleep(DUMP_S / 10)  # No telling.
+        return
+    deadline = time.monotonic() + DUMP_S
+    while not _has_handled(pid, signal.SIGUSR1) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
-    def look(self, name: str, process: Any, since: float, limit_s: float) -> bool:
-        """Act if need be; return whether the process was killed just now.
 
-        Args:
-          process: of multiprocessing; SIGUSR1 makes its faulthandler write.
-          since: when its present step began (`time.monotonic`), 0 between steps.
-        """
-        now = time.monotonic()
-        if since == 0 or now - since <= limit_s:
-            self._dumped_at = None
-        elif self._dumped_at is None:
-            self._dumped_at = now
-            log.warning(
-                "%s hangs: a step has taken %g s (--env_step_timeout_s); its stacks "
-                "follow",
-                name,
-                limit_s,
-            )
-            os.kill(process.pid, signal.SIGUSR1)  # faulthandler, with any GIL.
-        elif now - self._dumped_at > DUMP_S:
-            process.kill()
-            return True
+def _has_handled(pid: int, signum: int) -> bool:
+    """Say whether no such signal waits in a process and no handler of it is at work."""
+    for file in Path(f"/proc/{pid}/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # The thread has ended meanwhile.
+            # A thread blocks the signal whose handler it runs.
+            masks = r"^(?:SigPnd|ShdPnd|SigBlk):\s*(\w+)$"
+            for mask in re.findall(masks, file.read_text(), re.MULTILINE):
+                if int(mask, 16) >> (signum - 1) & 1:
+                    return False
+    return True
+
+
+def kill_if_hung(name: str, process: Any, since: float, limit_s: float) -> bool:
+    """Kill a process in which a step takes too long, after it has shown its stacks.
+
+    Args:
+      process: of multiprocessing; SIGUSR1 makes its faulthandler write.
+      since: when its present step began (`time.monotonic`), 0 between steps.
+      limit_s: a step may take so long.
+
+    Returns whether it was killed.
+    """
+    if since == 0 or time.monotonic() - since <= limit_s:
         return False
+    log.warning(
+        "%s hangs: a step has taken %g s (--env_step_timeout_s); its stacks follow",
+        name,
+        limit_s,
+    )
+    show_stacks(process.pid)
+    process.kill()
+    return True
 
 
 class Watchdog:

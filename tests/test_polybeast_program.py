@@ -323,6 +323,11 @@ def test_a_run_in_progress_is_not_started_again(train, run_dir):
 # ----------------------------------------------------------------- servers that go away
 
 
+def last_row_of_all_streams(run_dir) -> dict[str, str]:
+    """Return the newest row before the end, which cuts every stream's rollout short."""
+    return [row for row in log_rows(run_dir) if row["streams"] == str(N)][-1]
+
+
 def test_a_killed_server_is_replaced_and_training_goes_on(train, run_dir):
     program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
     program.wait_for(lambda: num_rows(run_dir))
@@ -342,7 +347,7 @@ def test_a_killed_server_is_replaced_and_training_goes_on(train, run_dir):
     assert re.search(r"WARNING +unix:\S+env\.\d", text)  # What the actor pool saw.
     assert (run_dir / "out.log").read_text().count("WARNING") >= 1
     # A loss costs at most what was under way on this stream.
-    assert int(log_rows(run_dir)[-1]["steps_discarded"]) <= 2 * 5 * K
+    assert int(last_row_of_all_streams(run_dir)["steps_discarded"]) <= 5 * K
 
 
 def test_a_hung_server_is_replaced_and_training_goes_on(train, run_dir):
@@ -378,9 +383,9 @@ def test_recycled_environments_leak_for_ever_and_no_stream_ends(train, run_dir):
     env = "tests.fault_env:make_leaking"  # Its fourth game would be the end.
     program = train(*LOCAL, "--env", env, "--recycle_games", 3, "--total_steps", 400)
     assert program.wait() == 0, program.text()
-    last = log_rows(run_dir)[-1]
+    last = last_row_of_all_streams(run_dir)
     assert (last["reconnects"], last["steps_discarded"]) == ("0", "0")
-    assert int(last["games"]) > 100
+    assert int(log_rows(run_dir)[-1]["games"]) > 100
 
 
 def test_a_server_that_always_dies_ends_the_run_with_its_last_words(train, run_dir):

@@ -2,6 +2,7 @@
 """Supervision: signals, worker threads, restarts, stalls, orphans, resources."""
 
 import collections
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -253,6 +254,66 @@ def test_standing_still_any_longer_raises_and_shows_every_stack(watchdog, clock,
     stacks = capfd.readouterr().err
     assert "in stand_still" in stacks
     assert "in test_standing_still_any_longer" in stacks
+
+
+def deep_threads(pipe, output, num, depth):
+    """Run in a child: have so many threads, each so deep, that stacks take a while."""
+    faulthandler.register(signal.SIGUSR1, output.open("a"), all_threads=True)
+    at_the_bottom = threading.Barrier(num + 1)
+
+    def descend(left):
+        if left:
+            descend(left - 1)
+        at_the_bottom.wait()
+        threading.Event().wait()
+
+    for _ in range(num):
+        threading.Thread(target=descend, args=(depth,), daemon=True).start()
+    at_the_bottom.wait()
+    pipe.send("ready")
+    threading.Event().wait()
+
+
+@pytest.fixture
+def deep_process(tmp_path):
+    """Start processes with deep threads, which write their stacks to one file."""
+    context = multiprocessing.get_context("forkserver")
+    processes = []
+
+    def start(num, depth):
+        ours, theirs = context.Pipe()
+        args = (theirs, tmp_path / "stacks", num, depth)
+        processes.append(context.Process(target=deep_threads, args=args))
+        processes[-1].start()
+        assert ours.recv() == "ready"
+        return psutil.Process(processes[-1].pid)
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they may")
+def test_stacks_of_several_processes_do_not_mix(deep_process, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "DUMP_S", DEADLINE_S)
+    num, depth = 80, 90  # faulthandler shows up to 100 of each.
+    processes = [deep_process(num, depth) for _ in range(2)]
+    for i, process in enumerate(processes):
+        supervise.show_stacks(process.pid)
+        text = (tmp_path / "stacks").read_text()
+        assert text.count("in descend") == (i + 1) * num * (depth + 1)
+
+
+def test_a_process_that_does_not_show_its_stacks_is_waited_for_in_vain(
+    deep_process, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(supervise, "DUMP_S", 0.01)
+    process = deep_process(1, 1)
+    process.suspend()
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+    supervise.show_stacks(process.pid)
+    assert (tmp_path / "stacks").read_text() == ""
 
 
 def test_the_stage_is_named(watchdog, clock):
