@@ -162,29 +162,34 @@ def kill_somewhere(
     program: Program, run_dir: Path, kill: int, rng: random.Random, total_steps: int
 ) -> bool:
     """Kill a run while it starts, saves or trains; return whether it was running."""
-    step = total_steps * 4 // 5 * (kill + 1) // NUM_KILLS
 
     def steps_saved() -> list[str]:
         return [path.name for path in run_dir.glob("checkpoints/step-*")]
 
-    def is_saving() -> bool:
-        return program.is_saving(run_dir) or not program.is_alive()
+    def has_come_far(kill: int) -> bool:
+        step = total_steps * 4 // 5 * (kill + 1) // NUM_KILLS
+        return max(steps_saved(), default="") > f"step-{step:012d}" or has_ended()
 
-    def has_come_far() -> bool:
-        return max(steps_saved(), default="") > f"step-{step:012d}" or (
-            not program.is_alive()
-        )
+    def is_saving() -> bool:
+        # A save may be over before the next look; the run must not be before a kill.
+        saves = any(program.is_saving(run_dir) for _ in range(50))
+        return saves or has_come_far(min(kill + 4, NUM_KILLS - 1))
+
+    def has_ended() -> bool:
+        return not program.is_alive()
 
     if kill % 4 == 2:
         wait_until(is_saving)
     elif kill % 4 == 3:
-        program.wait_for_text(rng.choice(["Run", "Preflight: cores"]))
+        text = rng.choice(["Run", "Preflight: cores"])
+        wait_until(lambda: text in program.text() or has_ended())
     else:
-        wait_until(has_come_far)
+        wait_until(lambda: has_come_far(kill))
     for _ in range(rng.randrange(300)):  # Up to some milliseconds more.
         steps_saved()
     program.kill()
-    return program.process.exitcode == -signal.SIGKILL
+    assert program.process.exitcode in (0, -signal.SIGKILL), program.text()
+    return program.process.exitcode != 0
 
 
 @pytest.fixture(
