@@ -96,7 +96,6 @@ SAY_WAITING_S = 10.0
 NO_SERVER_S = 30.0  # Between two warnings that no server is connected.
 # Beyond --env_step_timeout_s, for a server's own supervisor to end what hangs.
 SUPERVISOR_S = 2.0
-ENVS_PER_STREAM = 8  # Of the local servers.
 MAX_INFERENCE_BATCH = 1024
 UNTRACED_UPDATES = 5  # The first ones are slower.
 TRACED_UPDATES = 3
@@ -188,6 +187,11 @@ def check_flags(
         flags.num_learner_threads = 2
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = flags.batch_size
+    if flags.max_learner_queue_size < flags.batch_size:
+        parser.error(
+            f"--max_learner_queue_size is {flags.max_learner_queue_size} but must be "
+            f"at least --batch_size ({flags.batch_size}), or no batch is ever full."
+        )
     for name in ("learner_device", "actor_device"):
         check_device(parser, flags, name)
     if flags.num_inference_threads is None:
@@ -261,11 +265,9 @@ def set_num_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) 
         flags.num_servers, flags.streams_per_server, flags.envs_per_stream = A, 1, 1
         return
     if flags.envs_per_stream is None:
-        flags.envs_per_stream = ENVS_PER_STREAM
+        flags.envs_per_stream = polybeast_env.ENVS_PER_STREAM
     if flags.streams_per_server is None:
-        # While a GPU acts for one half of a server's environments the other half steps.
-        # A CPU that acts for all is busy anyway, and has a cache to keep warm.
-        flags.streams_per_server = 1 if flags.actor_device.startswith("cpu") else 2
+        flags.streams_per_server = polybeast_env.STREAMS_PER_SERVER
     per_server = flags.streams_per_server * flags.envs_per_stream
     if flags.num_servers is None:
         flags.num_servers = num_cores() if A is None else max(1, A // per_server)

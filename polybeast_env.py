@@ -69,7 +69,7 @@ log = logging.getLogger("polybeast_env")
 
 SERVER_ADDRESS = "127.0.0.1:4431"
 ENVS_PER_STREAM = 8
-STREAMS_PER_SERVER = 2
+STREAMS_PER_SERVER = 2  # While one waits for its actions the other one steps.
 
 TICK_S = 0.2  # The main loop looks at signals and clocks at least this often.
 STOP_S = 1.5  # For goodbyes and close() when all end; then servers are killed.

@@ -210,13 +210,14 @@ def measure_whole(
     warm = [row for row in rows if row["time_s"] >= warm_up_s]
     if len(warm) < 2:
         raise RuntimeError(f"{program} ended with {child.returncode} after {rows[-1:]}")
-    first, last = warm[0], warm[-1]
+    # The slope of a line through all rows: steps come in lumps, as many as a batch has.
+    times, steps = ([row[key] for row in warm] for key in ("time_s", "step"))
+    sps = float(np.polyfit(times, steps, deg=1)[0])
     busy = {
         key: statistics.fmean(row[key] for row in warm if row[key] == row[key])
         for key in ("env_busy", "inference_busy", "learner_busy")
     }
-    steps, seconds = last["step"] - first["step"], last["time_s"] - first["time_s"]
-    return {"sps": steps / seconds, "peak_mb": peak / 2**20, **busy}
+    return {"sps": sps, "peak_mb": peak / 2**20, **busy}
 
 
 def read_progress(savedir: Path) -> list[dict[str, float]]:

@@ -357,8 +357,7 @@ def add_server_flags(group: Any) -> None:
         type=whole(1),
         metavar="S",
         help="streams that a server process has at the same time, each with K "
-        "environments of its own: some step while others wait for actions. Default: 2; "
-        "the learner's own servers have 1 if the CPU acts",
+        "environments of its own: some step while others wait for actions. Default: 2",
     )
     group.add_argument(
         "--pipes_basename",

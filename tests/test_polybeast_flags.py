@@ -18,9 +18,6 @@ import polybeast_env
 from core import metrics
 from core.supervise import Exit, num_cores
 
-# Of the learner's own servers.
-STREAMS = 2 if torch.cuda.is_available() else 1
-
 
 def refusal(argv, capsys):
     """Return what is said of a bad command line, which must exit with status 2."""
@@ -61,7 +58,7 @@ TORCHBEAST = [
     ("--num_inference_threads", "3", "num_inference_threads", 3),
     ("--disable_cuda", None, "disable_cuda", True),
     ("--use_lstm", None, "use_lstm", True),
-    ("--max_learner_queue_size", "11", "max_learner_queue_size", 11),
+    ("--max_learner_queue_size", "48", "max_learner_queue_size", 48),
     ("--entropy_cost", "0.0006", "entropy_cost", 0.0006),
     ("--baseline_cost", "0.25", "baseline_cost", 0.25),
     ("--discounting", "0.9", "discounting", 0.9),
@@ -118,8 +115,8 @@ def test_the_defaults_are_the_papers_for_atari():
 def test_defaults_that_depend_on_others_are_filled_in():
     flags = parse("--batch_size 24")
     assert flags.num_servers == num_cores()
-    assert (flags.envs_per_stream, flags.streams_per_server) == (8, STREAMS)
-    assert flags.num_actors == STREAMS * 8 * num_cores()
+    assert (flags.envs_per_stream, flags.streams_per_server) == (8, 2)
+    assert flags.num_actors == 16 * num_cores()
     assert flags.num_learner_threads == 2
     assert flags.max_learner_queue_size == 24
     assert re.fullmatch(r"torchbeast-\d{8}-\d{6}", flags.xpid)
@@ -147,13 +144,10 @@ def test_the_cores_are_shared_between_acting_and_learning(
     assert flags.learner_cores == learner_cores
 
 
-def test_a_gpu_that_acts_has_two_streams_per_server_and_two_threads(monkeypatch):
+def test_a_gpu_that_acts_has_two_threads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     flags = parse()
-    assert flags.actor_device == "cuda:0"
-    assert (flags.streams_per_server, flags.num_inference_threads) == (2, 2)
-    flags = parse("--disable_cuda")
-    assert (flags.actor_device, flags.streams_per_server) == ("cpu", 1)
+    assert (flags.actor_device, flags.num_inference_threads) == ("cuda:0", 2)
 
 
 def test_help_names_every_flag_and_no_default_that_says_nothing(capsys):
@@ -174,10 +168,9 @@ def test_every_flag_has_a_help_text():
 
 def test_the_learner_and_its_servers_have_the_same_defaults(capsys):
     """Or the help of one of them, and `streams x environments`, would be wrong."""
-    ours, theirs = parse("--num_servers 3"), polybeast_env.parse_flags([])
+    ours, theirs = parse(), polybeast_env.parse_flags([])
     for name in core.flags.SERVER_FLAGS:
-        if name not in ("num_servers", "streams_per_server"):  # These depend.
-            assert getattr(ours, name) == getattr(theirs, name), name
+        assert getattr(ours, name) == getattr(theirs, name), name
 
 
 def test_the_learners_servers_get_its_flags():
@@ -204,14 +197,14 @@ def test_the_learners_servers_get_its_flags():
         # TorchBeast's: a process for each environment.
         ("--num_actors 7", 7, 1, 1),
         ("--num_actors 7 --num_servers 7", 7, 1, 1),
-        (f"--num_actors {16 * STREAMS} --num_servers 2", 2, STREAMS, 8),
-        (f"--num_actors {16 * STREAMS} --envs_per_stream 4", 4, STREAMS, 4),
+        ("--num_actors 32 --num_servers 2", 2, 2, 8),
+        ("--num_actors 32 --envs_per_stream 4", 4, 2, 4),
         ("--num_actors 24 --streams_per_server 3", 1, 3, 8),
-        ("--num_servers 3", 3, STREAMS, 8),
-        ("--num_servers 3 --envs_per_stream 4", 3, STREAMS, 4),
+        ("--num_servers 3", 3, 2, 8),
+        ("--num_servers 3 --envs_per_stream 4", 3, 2, 4),
         ("--num_servers 3 --streams_per_server 1", 3, 1, 8),
         ("--num_servers 3 --streams_per_server 5 --envs_per_stream 2", 3, 5, 2),
-        ("--envs_per_stream 4", num_cores(), STREAMS, 4),
+        ("--envs_per_stream 4", num_cores(), 2, 4),
     ],
 )
 def test_servers_streams_and_environments_follow_from_each_other(
@@ -246,7 +239,7 @@ def test_what_is_accepted_is_what_was_asked_for_and_fits(sizes):
         assert error.code == Exit.USAGE
         # Not for too little: at most one size is free, or they contradict each other.
         assert "num_actors" in sizes or sizes["batch_size"] % sizes.get(
-            "envs_per_stream", polybeast.ENVS_PER_STREAM
+            "envs_per_stream", polybeast_env.ENVS_PER_STREAM
         )
         return
     assert {name: getattr(flags, name) for name in sizes} == sizes
@@ -442,6 +435,10 @@ def test_a_bad_value_is_refused_with_flag_value_and_remedy(flag, value, remedy, 
 
 BAD_COMBINATIONS = [
     (
+        "--max_learner_queue_size 16",
+        ["--max_learner_queue_size is 16", "at least --batch_size (32)"],
+    ),
+    (
         "--batch_size 12",
         ["--batch_size is 12", "--envs_per_stream (8)", "Try --envs_per_stream 6."],
     ),
@@ -454,14 +451,14 @@ BAD_COMBINATIONS = [
         [
             "--num_actors is 7",
             "--num_servers (2)",
-            f"--streams_per_server ({STREAMS})",
-            f"--envs_per_stream (8) is {16 * STREAMS}",
+            "--streams_per_server (2)",
+            "--envs_per_stream (8) is 32",
             "Leave --num_actors out.",
         ],
     ),
     (
         "--num_actors 7 --envs_per_stream 2",
-        ["--num_actors is 7", f"is {7 // (2 * STREAMS) * 2 * STREAMS}"],
+        ["--num_actors is 7", "is 4"],
     ),
     ("--pipes_basename /tmp/a", ["--pipes_basename is /tmp/a", "unix:/path"]),
     (
