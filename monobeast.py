@@ -59,7 +59,7 @@ from torch import nn
 
 import atari_wrappers
 import core.flags
-from core import checkpoint, environment, evaluation, losses, metrics, rollouts
+from core import checkpoint, environment, evaluation, gpu, losses, metrics, rollouts
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
 from core.run import Learner, Run, naming_memory, run_program, seed_rng
@@ -1048,17 +1048,22 @@ def learn(
     learner: Learner,
     batch: Nest,
     agent_state: tuple[np.ndarray, ...],
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Do one IMPALA update on a batch of rollouts.
 
     Args:
       batch: numpy, [T + 1, B, ...] as the table in `core.rollouts` says.
       agent_state: the recurrent state before row 0, [layers, B, hidden] each.
+      stream: copies to a GPU, while another thread's update goes on.
     """
     net = learner.net
     device = next(net.parameters()).device
-    rows = map_nest(lambda x: torch.from_numpy(x).to(device), batch)
-    state = tuple(torch.from_numpy(s).to(device) for s in agent_state)
+    with gpu.in_stream(stream):
+        rows, state = map_nest(
+            lambda x: torch.from_numpy(x).to(device, non_blocking=True),
+            (batch, agent_state),
+        )
     with (
         learner.lock,
         learner.busy.measure("learner"),
@@ -1101,8 +1106,11 @@ def learn_loop(
     """Run one learner thread: take full buffers, copy them, give them back, learn."""
     torch.set_num_threads(flags.learner_cores)  # Of this thread.
     n = flags.batch_size // flags.envs_per_actor
-    assembler = rollouts.BatchAssembler(buffers, n)
     tensors = learner.net.state_dict()
+    device = next(learner.net.parameters()).device
+    stream = gpu.create_stream(device)
+    empty = np.empty if stream is None else gpu.empty_page_locked
+    assembler = rollouts.BatchAssembler(buffers, n, empty)
     while True:
         try:
             indices = actors.take(n)
@@ -1110,7 +1118,7 @@ def learn_loop(
             return
         assembler.fill(indices)
         actors.give_back(indices)
-        learn(flags, learner, assembler.batch, assembler.agent_state)
+        learn(flags, learner, assembler.batch, assembler.agent_state, stream)
         with learner.lock:
             weights.publish(tensors, learner.updates)
 

@@ -66,7 +66,7 @@ import core.flags
 import libtorchbeast
 import nest
 import polybeast_env
-from core import environment, evaluation, losses, metrics, tls, wire
+from core import environment, evaluation, gpu, losses, metrics, tls, wire
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
 from core.run import Learner, Run, naming_memory, run_program, seed_rng
@@ -621,6 +621,7 @@ class Weights:
     """
 
     def __init__(self, net: nn.Module, device: str):
+        self._device = device
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._tensors = {
@@ -634,6 +635,7 @@ class Weights:
         with self._lock:
             for name, tensor in net.state_dict().items():
                 self._tensors[name].copy_(tensor)
+            gpu.wait_for(self._device)  # Others read them in streams of their own.
             self._version = version
 
     def fetch(self, net: nn.Module, have: int) -> int:
@@ -643,6 +645,7 @@ class Weights:
         with self._lock:
             for name, tensor in net.state_dict().items():
                 tensor.copy_(self._tensors[name])
+            gpu.wait_for(self._device)  # Then the learner may write the next ones.
             return self._version
 
 
@@ -667,19 +670,24 @@ def inference(
     on_cpu = flags.learner_device.startswith("cpu")
     if on_cpu and flags.learner_cores < num_cores() and sys.platform == "linux":
         let_learner_go_first()
+    stream = gpu.create_stream(flags.actor_device, urgent=True)
     version = -1
     for batch in inference_batcher:
         with (
             torch.profiler.record_function("inference"),
             busy.measure("inference", workers=flags.num_inference_threads),
         ):
-            version = weights.fetch(net, version)
-            rows, agent_state = nest.map(
-                lambda t: t.to(flags.actor_device, non_blocking=True),
-                batch.get_inputs(),
-            )
-            outputs = act(net, version, rows, agent_state)
-            batch.set_outputs(nest.map(lambda t: t.cpu(), outputs))
+            with gpu.in_stream(stream):
+                version = weights.fetch(net, version)
+                rows, agent_state = nest.map(
+                    lambda t: t.to(flags.actor_device, non_blocking=True),
+                    batch.get_inputs(),
+                )
+                outputs = nest.map(
+                    lambda t: t.to("cpu", non_blocking=True),
+                    act(net, version, rows, agent_state),
+                )
+            batch.set_outputs(outputs)
 
 
 def act(
@@ -719,17 +727,21 @@ def learn(
     learner: Learner,
     batch: Nest,
     agent_state: tuple[torch.Tensor, ...],
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Do one IMPALA update on a batch of rollouts.
 
     Args:
       batch: [T + 1, B, ...] as the table in `core.rollouts` says, on the CPU.
       agent_state: the recurrent state before row 0, [layers, B, hidden] each.
+      stream: copies to a GPU, while another thread's update goes on.
     """
     net = learner.net
-    rows, state = nest.map(
-        lambda t: t.to(flags.learner_device, non_blocking=True), (batch, agent_state)
-    )
+    with gpu.in_stream(stream):
+        rows, state = nest.map(
+            lambda t: t.to(flags.learner_device, non_blocking=True),
+            (batch, agent_state),
+        )
     with (
         learner.lock,
         learner.busy.measure("learner"),
@@ -770,9 +782,10 @@ def learn_loop(
 ) -> None:
     """Run one learner thread: take a batch of rollouts, learn, publish the weights."""
     torch.set_num_threads(flags.learner_cores)  # Of this thread.
+    stream = gpu.create_stream(flags.learner_device)
     for (env_rows, agent_rows), agent_state in learner_queue:
         with torch.profiler.record_function("learn"):
-            learn(flags, learner, {**env_rows, **agent_rows}, agent_state)
+            learn(flags, learner, {**env_rows, **agent_rows}, agent_state, stream)
         with learner.lock:
             weights.publish(learner.net, learner.updates)
 
@@ -1072,7 +1085,7 @@ def create_pool(
       start: what is told to the servers of this start of the run.
     """
     page_locked = any(d.startswith("cuda") for d in devices(flags))
-    allocate = allocate_page_locked if page_locked else None
+    allocate = gpu.allocate_page_locked if page_locked else None
     learner_queue = libtorchbeast.BatchingQueue(
         batch_dim=1,
         minimum_batch_size=flags.batch_size,
@@ -1293,11 +1306,6 @@ def raise_failures(threads: Mapping[str, concurrent.futures.Future]) -> None:
 
 def devices(flags: argparse.Namespace) -> tuple[str, str]:
     return flags.learner_device, flags.actor_device
-
-
-def allocate_page_locked(num_bytes: int) -> torch.Tensor:
-    """Return memory that a GPU copies from while the CPU goes on."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def pool_stats(

@@ -36,7 +36,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction
 from typing import Any
 
@@ -228,12 +228,17 @@ class BatchAssembler:
     buffers at once, in whatever order they came.
     """
 
-    def __init__(self, buffers: RolloutBuffers, rollouts_per_batch: int):
+    def __init__(
+        self,
+        buffers: RolloutBuffers,
+        rollouts_per_batch: int,
+        empty: Callable[[tuple[int, ...], np.dtype], np.ndarray] = np.empty,
+    ):
         n = rollouts_per_batch
 
         def batch_of(slab: np.ndarray) -> np.ndarray:
             _, rows, envs, *rest = slab.shape
-            return np.empty((rows, n * envs, *rest), slab.dtype)
+            return empty((rows, n * envs, *rest), slab.dtype)
 
         self._buffers = buffers
         self.batch: Nest = map_nest(batch_of, buffers.rows)  # [T+1, B, ...]

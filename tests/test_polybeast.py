@@ -423,7 +423,9 @@ def test_inference_leaves_the_cores_to_a_learner_that_needs_them(
     before = os.nice(0)
 
     def infer() -> int:
-        flags = SimpleNamespace(learner_device=device, learner_cores=cores)
+        flags = SimpleNamespace(
+            learner_device=device, actor_device="cpu", learner_cores=cores
+        )
         polybeast.inference(flags, None, None, [], None)
         return os.nice(0)
 

@@ -50,9 +50,9 @@ def measure(flags: argparse.Namespace) -> Result:
             super().start()
             killer.begin(self)
 
-    def examine_and_learn(flags: Any, learner: Any, batch: Any, state: Any) -> None:
+    def examine_and_learn(flags: Any, learner: Any, batch: Any, *more: Any) -> None:
         examiner.examine(batch)
-        learn(flags, learner, batch, state)
+        learn(flags, learner, batch, *more)
 
     with workplace() as folder, replaced("learn", examine_and_learn):
         with replaced("Actors", Watched):
