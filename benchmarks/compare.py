@@ -5,7 +5,7 @@
     (cd ../before && python setup.py build_ext --inplace)
     python -m benchmarks.compare ../before . --out compare.json
 
-Trains both programs in both folders, in turns and each second turn in the other order,
+Trains the programs in both folders, in turns and each second turn in the other order,
 on work that a network bounds (Pong, both networks) and on work that the transport and
 Python bound (Catch), and prints the ratios of the second folder's steps/s to the
 first's.
@@ -39,6 +39,7 @@ def main() -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("folders", nargs=2, type=Path, metavar="FOLDER")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
     parser.add_argument("--warm_up_s", type=float, default=6.0)
@@ -47,7 +48,7 @@ def main() -> None:
     folders = [folder.resolve() for folder in flags.folders]
     out = flags.out and flags.out.resolve()
     rates: dict[str, list[list[float]]] = {
-        f"{program} {work}": [[], []] for program in PROGRAMS for work in WORK
+        f"{program} {work}": [[], []] for program in flags.programs for work in WORK
     }
     for repeat in range(flags.repeats):
         for name, both in rates.items():
