@@ -62,7 +62,7 @@ import core.flags
 from core import checkpoint, environment, evaluation, gpu, losses, metrics, rollouts
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
-from core.run import Learner, Run, naming_memory, run_program, seed_rng
+from core.run import Learner, Run, compute_on, naming_memory, run_program, seed_rng
 from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
@@ -686,7 +686,7 @@ def act(
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # A stall dumps the stacks.
-    torch.set_num_threads(1)
+    compute_on(1)
     let_learner_go_first()
     seed_rng(environment.env_seed(flags.seed, actor_id, incarnation, 0))
     try:
@@ -1104,7 +1104,7 @@ def learn_loop(
     weights: rollouts.SharedWeights,
 ) -> None:
     """Run one learner thread: take full buffers, copy them, give them back, learn."""
-    torch.set_num_threads(flags.learner_cores)  # Of this thread.
+    compute_on(flags.learner_cores)
     n = flags.batch_size // flags.envs_per_actor
     tensors = learner.net.state_dict()
     device = next(learner.net.parameters()).device
@@ -1339,7 +1339,7 @@ def train_serial(
     so that a resumed run deals them out as the unbroken one would.
     """
     flags, learner = run.flags, run.learner
-    torch.set_num_threads(flags.learner_cores)
+    compute_on(flags.learner_cores)
     n = flags.batch_size // flags.envs_per_actor
     assembler = rollouts.BatchAssembler(buffers, n)
     watchdog = Watchdog(flags.stall_timeout_s)

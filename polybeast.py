@@ -69,7 +69,7 @@ import polybeast_env
 from core import environment, evaluation, gpu, losses, metrics, tls, wire
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
-from core.run import Learner, Run, naming_memory, run_program, seed_rng
+from core.run import Learner, Run, compute_on, naming_memory, run_program, seed_rng
 from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
@@ -662,9 +662,9 @@ def inference(
     Runs in each inference thread. In the paper each actor does this for its own
     environment; here whatever has arrived meanwhile makes a batch.
     """
-    # Of this thread. Threads side by side lose less time than wide ones do in step, and
-    # leave the learner its cores.
-    torch.set_num_threads(1)
+    # Threads side by side lose less time than wide ones do in step, and leave the
+    # learner its cores.
+    compute_on(1)
     # A learner on every core would hardly let this thread run, and one on a GPU needs
     # few; outside Linux this would be for all threads.
     on_cpu = flags.learner_device.startswith("cpu")
@@ -781,7 +781,7 @@ def learn_loop(
     learner_queue: libtorchbeast.BatchingQueue,
 ) -> None:
     """Run one learner thread: take a batch of rollouts, learn, publish the weights."""
-    torch.set_num_threads(flags.learner_cores)  # Of this thread.
+    compute_on(flags.learner_cores)
     stream = gpu.create_stream(flags.learner_device)
     for (env_rows, agent_rows), agent_state in learner_queue:
         with torch.profiler.record_function("learn"):

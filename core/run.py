@@ -534,6 +534,14 @@ def gpu_utilization(net: nn.Module) -> float | None:
         return None
 
 
+def compute_on(cores: int) -> None:
+    """Let torch use `cores` cores in this thread; other threads keep their number."""
+    # A thread that has not asked or computed yet takes the number set last by any
+    # thread when it does, whatever its own was.
+    torch.get_num_threads()
+    torch.set_num_threads(cores)
+
+
 def seed_rng(seed: int) -> None:
     """Seed torch's, numpy's and Python's global generators.
 

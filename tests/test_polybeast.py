@@ -9,6 +9,7 @@ their own observations.
 import inspect
 import os
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -431,3 +432,29 @@ def test_inference_leaves_the_cores_to_a_learner_that_needs_them(
 
     assert start_thread("inference", infer).result(DEADLINE_S) == before + more
     assert os.nice(0) == before  # The learner's thread is another.
+
+
+def test_inference_keeps_to_one_core_beside_a_learner_on_several():
+    flags = SimpleNamespace(learner_device="cpu", actor_device="cpu", learner_cores=2)
+    is_acting, is_learning = threading.Event(), threading.Event()
+    used = {}
+
+    def inference_batcher():  # What it does, the thread that iterates over it does.
+        is_acting.set()
+        assert is_learning.wait(DEADLINE_S)
+        used["inference"] = torch.get_num_threads()
+        yield from ()
+
+    def learner_queue():
+        used["learner"] = torch.get_num_threads()
+        is_learning.set()
+        yield from ()
+
+    acting = start_thread(
+        "inference", polybeast.inference, flags, None, None, inference_batcher(), None
+    )
+    assert is_acting.wait(DEADLINE_S)
+    args = (flags, None, None, learner_queue())
+    start_thread("learner", polybeast.learn_loop, *args).result(DEADLINE_S)
+    acting.result(DEADLINE_S)
+    assert used == {"inference": 1, "learner": 2}
