@@ -161,8 +161,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--max_learner_queue_size",
         type=whole(1),
         metavar="N",
-        help="rollouts that may wait for the learner; environments wait when there are "
-        "more. Default: --batch_size",
+        help="rollouts that may wait for the learner while their environments go on. "
+        "Default: --batch_size",
     )
     learner.add_argument(
         "--write_profiler_trace",
@@ -975,7 +975,8 @@ def train_with(
         )
         found = run.resume()
         describe(flags, run_dir, welcome, learner)
-        check_memory(flags, welcome)
+        addresses = pool_addresses(flags, servers, welcome)
+        check_memory(flags, welcome, len(addresses))
         if learner.finished():
             log.info(
                 "Nothing to do: run %s is at step %d of --total_steps %d.",
@@ -986,7 +987,6 @@ def train_with(
             return Exit.DONE
         # Environments of this start must not replay the games of the starts before it.
         first_incarnation = len(recorded.get("starts", [])) << 16
-        addresses = pool_addresses(flags, servers, welcome)
         run_id = metrics.run_id(recorded)
         metrics.write_meta(
             run_dir,
@@ -1033,7 +1033,9 @@ def check_welcome(flags: argparse.Namespace, welcome: wire.Welcome) -> None:
         )
 
 
-def check_memory(flags: argparse.Namespace, welcome: wire.Welcome) -> None:
+def check_memory(
+    flags: argparse.Namespace, welcome: wire.Welcome, num_streams: int
+) -> None:
     """Say what rollouts will take of the memory, and refuse what cannot fit.
 
     Raises:
@@ -1044,15 +1046,18 @@ def check_memory(flags: argparse.Namespace, welcome: wire.Welcome) -> None:
         **net_outputs(Spaces(welcome.observation, welcome.action)),
     }
     row_bytes = sum(spec.nbytes for _, spec in leaves(row))
-    # Waiting, with the learner threads, and being filled, in whole batches.
-    batches = 2 + flags.num_learner_threads
-    num = flags.max_learner_queue_size + flags.batch_size * batches
+    # Of each environment one, under way or waiting beyond the queue's maximum; what
+    # else waits; with the learner threads; and what an unfinished batch leaves empty.
+    batches = 1 + flags.num_learner_threads
+    num = num_streams * welcome.num_envs
+    num += flags.max_learner_queue_size + flags.batch_size * batches
     need = num * (flags.unroll_length + 1) * row_bytes / 2**20
     have = available_memory() / 2**20
     line = f"memory: {num} rollouts need {need:,.1f} MiB, have {have:,.1f} MiB"
     if need > have:
         raise ConfigError(
-            f"{line}. Lower --max_learner_queue_size, --batch_size or --unroll_length."
+            f"{line}. Lower --max_learner_queue_size, --batch_size or --unroll_length, "
+            "or use fewer environments."
         )
     log.info("Preflight: %s", line)
 

@@ -286,6 +286,7 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
   Actor* next_to_connect_locked();
   void give_up_silent_locked(Lock& lock);
   bool has_ended_locked() const;
+  bool has_room_locked(size_t others) const;
   void tear_down();
   void poke();
 
@@ -431,6 +432,16 @@ bool ActorPool::Impl::has_ended_locked() const {
          options_.inference_batcher->is_closed();
 }
 
+// Whether a stream may begin a rollout while `others` wait to. Each of them may
+// have one in the queue beyond its maximum: then, with each batch that is
+// taken, as many begin as it had rollouts, and they finish one after another.
+// If all waited until the queue is down to its maximum, all would begin at
+// once, and the learner would wait for them.
+bool ActorPool::Impl::has_room_locked(size_t others) const {
+  const int64_t theirs = static_cast<int64_t>(others) * env_->num_envs;
+  return options_.learner_queue->has_room(theirs);
+}
+
 // Room in the queue, or the end of the queue or the batcher.
 void ActorPool::Impl::poke() {
   std::lock_guard lock(mu_);
@@ -443,7 +454,8 @@ ActorPool::Impl::Actor* ActorPool::Impl::next_to_resume_locked() {
     to_resume_.pop_front();
     return actor;
   }
-  if (waiting_for_room_.empty() || !options_.learner_queue->has_room()) {
+  if (waiting_for_room_.empty() ||
+      !has_room_locked(waiting_for_room_.size() - 1)) {
     return nullptr;
   }
   Actor* const actor = waiting_for_room_.front();
@@ -756,7 +768,7 @@ void ActorPool::Impl::begin_rollout(Actor& actor, Segments message) {
   {
     Lock lock(mu_);
     if (is_over_locked(actor)) return;
-    if (!options_.learner_queue->has_room()) {
+    if (!has_room_locked(waiting_for_room_.size())) {
       actor.held = std::move(message);
       actor.state = StreamState::kWaitingForRoom;
       waiting_for_room_.push_back(&actor);

@@ -59,7 +59,10 @@ class BatchingQueue {
     queue_.push(std::move(item), {}, /*wait=*/false);
   }
 
-  bool has_room() const { return queue_.has_room(); }
+  // Whether an item may come, when `uncounted` rows of those here do not count.
+  bool has_room(int64_t uncounted = 0) const {
+    return queue_.has_room(uncounted);
+  }
 
   std::optional<Nest> dequeue_many() {
     auto items = queue_.take();

@@ -75,9 +75,10 @@ class RowQueue {
     counts_.dropped += rows;
   }
 
-  bool has_room() const {
+  // Whether an item may come, when `uncounted` rows of those here do not count.
+  bool has_room(int64_t uncounted) const {
     std::lock_guard lock(mu_);
-    return has_room_locked();
+    return has_room_locked(uncounted);
   }
 
   bool is_closed() const {
@@ -103,8 +104,9 @@ class RowQueue {
   const QueueOptions& options() const { return options_; }
 
  private:
-  bool has_room_locked() const {
-    return !options_.maximum_queue_size || rows_ < *options_.maximum_queue_size;
+  bool has_room_locked(int64_t uncounted = 0) const {
+    return !options_.maximum_queue_size ||
+           rows_ - uncounted < *options_.maximum_queue_size;
   }
 
   // When the oldest item has waited long enough for others.

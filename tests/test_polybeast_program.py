@@ -416,16 +416,17 @@ def test_the_end_of_all_local_servers_ends_the_run(train, run_dir):
 
 def test_rollouts_that_cannot_fit_into_memory_are_refused_at_the_start(train, run_dir):
     flags = [*LOCAL, "--env", "Catch", "--max_learner_queue_size", 10**9]
-    program = train(*flags)
+    program = train(*flags, "--num_servers", 3)
     assert program.wait() == 78, program.text()
     last = program.text().splitlines()[-1]
-    # A row of Catch: 50 floats, and 67 bytes of all else.
+    # One of each environment, and three batches of 4.
     assert re.match(
-        r"ConfigError: memory: 1000000016 rollouts need [\d,.]+ MiB, have [\d,.]+ MiB. "
+        r"ConfigError: memory: 1000000018 rollouts need [\d,.]+ MiB, have [\d,.]+ MiB. "
         "Lower --max_learner_queue_size",
         last,
     )
     need, have = (float(x.replace(",", "")) for x in re.findall(r"([\d,.]+) MiB", last))
+    # A row of Catch: 50 floats, and 67 bytes of all else.
     assert need > have > 0 and need > 10**9 * 6 * 200 / 2**20
 
 
