@@ -25,7 +25,7 @@ import torch
 import libtorchbeast
 import polybeast
 from benchmarks.transport import MockEnvironments
-from core.supervise import num_cores
+from core.supervise import num_cores, start_thread
 
 T, B = 20, 32
 WARM_UP_S = 4.0
@@ -58,7 +58,10 @@ def measure(flags: argparse.Namespace, folder: str) -> dict[str, float]:
     addresses = [f"unix:{folder}/{i}" for i in range(flags.num_servers)]
     args = (flags.envs_per_stream, flags.streams_per_server, flags.step_ms / 1e3)
     context = multiprocessing.get_context("spawn")
-    servers = [context.Process(target=serve, args=(a, *args)) for a in addresses]
+    servers = [
+        context.Process(target=serve, args=(address, *args), daemon=True)
+        for address in addresses
+    ]
     queue = libtorchbeast.BatchingQueue(
         minimum_batch_size=B, maximum_batch_size=B, maximum_queue_size=flags.queue_size
     )
@@ -95,10 +98,16 @@ def measure(flags: argparse.Namespace, folder: str) -> dict[str, float]:
                 time.sleep(flags.update_ms / 1e3)
                 ends.append(time.perf_counter())
 
-    threads = [threading.Thread(target=f) for f in (act, learn, learn, actors.run)]
-    for worker in (*servers, *threads):
-        worker.start()
+    for server in servers:
+        server.start()
+    threads = {
+        "actors": start_thread("actors", actors.run),
+        "inference": start_thread("inference", act),
+        "learner-0": start_thread("learner-0", learn),
+        "learner-1": start_thread("learner-1", learn),
+    }
     while not ends:
+        polybeast.raise_failures(threads)
         time.sleep(0.01)
     time.sleep(WARM_UP_S)
     first, began = len(ends), time.perf_counter()
@@ -109,8 +118,9 @@ def measure(flags: argparse.Namespace, folder: str) -> dict[str, float]:
     queue.close()
     for server in servers:
         server.kill()
-    for worker in (*servers, *threads):
-        worker.join()
+        server.join()
+    for thread in threads.values():
+        thread.result()
     return {
         "updates_per_s": (last - first) / wall_s,
         "idle": sum(idle_s[first:last]) / wall_s,

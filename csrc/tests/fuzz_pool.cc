@@ -408,7 +408,8 @@ class Game {
       const int64_t num_changes = transport_->num_changes();
       const PoolStats stats = pool_->stats();
       bool any_open = false;
-      bool busy = stats.waiting_for_room > 0 && queue_->has_room();
+      const int64_t others = stats.waiting_for_room - 1;
+      bool busy = others >= 0 && queue_->has_room(others * num_envs_);
       bool any_waiting = false;
       int64_t asked = 0;
       for (size_t i = 0; i < num_streams_; ++i) {
