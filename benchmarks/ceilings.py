@@ -10,12 +10,15 @@ Takes flags that both trainers know, and prints one table (agent steps per secon
     environment   nothing but stepping, one process per core
     inference     nothing but forward passes of 8 environments, one process per core
     learner       nothing but gradient steps on one batch, on as many cores as one takes
+    transport     PolyBeast only: its servers and streams, with observations of the same
+                  size from nobody and actions by nobody (benchmarks/transport.py)
     monobeast     the whole program, read from its logs.csv after a warm-up
     polybeast     the same
-    bound         the rate at which the parts' CPU cost per step would fill all cores
+    bound         the rate at which the parts' CPU cost per step would fill all cores;
+                  each program's own
 
 Parts take turns, `--repeats` times; the table has medians and the spread. `of lowest`
-is the whole's share of the lowest ceiling, `of bound` its share of the bound. Raw
+is the whole's share of the lowest ceiling, `of bound` its share of its bound. Raw
 figures go to `--out` as one JSON object. Memory is the peak of the proportional set
 size (PSS) of the whole process tree, so that pages shared between processes count once.
 
@@ -46,14 +49,16 @@ import torch
 
 import atari_wrappers
 import monobeast
+from benchmarks import transport
 from core import environment
 from core.run import Learner, verdict
-from core.spaces import map_nest
+from core.spaces import leaves, map_nest, spec_of
 from core.supervise import keep_freed_memory, num_cores
 
 WARM_UP_S = 10.0  # A whole program: processes start, buffers fill, malloc settles.
 PARTS = ("environment", "inference", "learner")
-PROGRAMS = ("monobeast", "polybeast")
+# The parts of each program.
+PROGRAMS = {"monobeast": PARTS, "polybeast": (*PARTS, "transport")}
 TRIAL_WARM_UP_S, TRIAL_S = 3.0, 5.0
 FASTER = 1.04  # What a trial must gain: two runs of one setting differ by less.
 
@@ -185,6 +190,26 @@ def measure_part(
     }
 
 
+def measure_transport(argv: list[str], part_s: float) -> dict[str, float]:
+    """Send what PolyBeast would between its servers and the learner, with its streams.
+
+    Rows of that size come from mock environments, and constants answer them.
+    """
+    flags = importlib.import_module("polybeast").parse_flags(argv)
+    observation = monobeast.read_spaces(flags).observation
+    result = transport.measure(
+        "data path",
+        flags.envs_per_stream,
+        flags.streams_per_server,
+        part_s,
+        servers=flags.num_servers,
+        num_bytes=sum(spec.nbytes for _, spec in leaves(spec_of(observation))),
+        roaming=True,  # As servers that a learner starts.
+    )
+    cpu_us = result["client_us"] + result["server_us"]
+    return {"sps": result["sps"], "cpu_us": cpu_us}
+
+
 def measure_whole(
     program: str, argv: list[str], whole_s: float, warm_up_s: float = WARM_UP_S
 ) -> dict[str, float]:
@@ -262,13 +287,19 @@ def compare(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     }
     if atari_wrappers.is_atari(flags.env):
         alone = ("emulator", *PARTS)
-    programs = PROGRAMS if own.program == "both" else (own.program,)
+    programs = list(PROGRAMS) if own.program == "both" else [own.program]
+    if "polybeast" in programs:
+        alone = (*alone, "transport")
     measured: dict[str, list[dict[str, float]]] = {
         name: [] for name in (*alone, *programs)
     }
     for repeat in range(own.repeats):
         for part in alone:
-            measured[part].append(measure_part(part, processes[part], own.part_s, argv))
+            if part == "transport":
+                result = measure_transport(argv, own.part_s)
+            else:
+                result = measure_part(part, processes[part], own.part_s, argv)
+            measured[part].append(result)
         for program in programs:
             measured[program].append(measure_whole(program, argv, own.whole_s))
         print(f"repeat {repeat + 1} of {own.repeats} done", file=sys.stderr)
@@ -276,23 +307,28 @@ def compare(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     def median(name: str, key: str) -> float:
         return statistics.median(m[key] for m in measured[name])
 
-    cost = sum(median(part, "cpu_us") for part in PARTS)
-    bound = cores * 1e6 / cost
+    costs = {
+        program: sum(median(part, "cpu_us") for part in PROGRAMS[program])
+        for program in programs
+    }
+    bounds = {program: cores * 1e6 / cost for program, cost in costs.items()}
     lowest = min(median(part, "sps") for part in PARTS)
     print(f"{cores} cores, {platform.machine()}, torch {torch.__version__}; {argv}")
     print(
-        f"{'':12}{'steps/s':>9}{'spread':>14}{'CPU us/step':>13}{'of lowest':>11}"
+        f"{'':16}{'steps/s':>9}{'spread':>14}{'CPU us/step':>13}{'of lowest':>11}"
         f"{'of bound':>10}"
     )
     for name, results in measured.items():
         rates = sorted(m["sps"] for m in results)
         rate = statistics.median(rates)
-        us = cores * 1e6 / rate if name in PROGRAMS else median(name, "cpu_us")
-        line = f"{name:12}{rate:9.0f}{f'{rates[0]:.0f}-{rates[-1]:.0f}':>14}{us:13.0f}"
-        if name in PROGRAMS:
-            line += f"{rate / lowest:11.2f}{rate / bound:10.2f}"
+        us = cores * 1e6 / rate if name in programs else median(name, "cpu_us")
+        line = f"{name:16}{rate:9.0f}{f'{rates[0]:.0f}-{rates[-1]:.0f}':>14}{us:13.0f}"
+        if name in programs:
+            line += f"{rate / lowest:11.2f}{rate / bounds[name]:10.2f}"
         print(line)
-    print(f"{'bound':12}{bound:9.0f}{'':14}{cost:13.0f}")
+    for program in programs:
+        name = f"bound, {program}"
+        print(f"{name:16}{bounds[program]:9.0f}{'':14}{costs[program]:13.0f}")
     for program in programs:
         busy = {
             stage: median(program, f"{stage}_busy")
@@ -303,7 +339,7 @@ def compare(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         peak = median(program, "peak_mb")
         print(f"{program}: {bounded} ({shares}); peak memory {peak:.0f} MB")
     print(f"Most CPU goes to: {max(PARTS, key=lambda part: median(part, 'cpu_us'))}")
-    return {"bound_sps": bound, "measured": measured}
+    return {"bound_sps": bounds, "measured": measured}
 
 
 # ---------------------------------------------------------------------------- tuning

@@ -127,14 +127,21 @@ class MockStacks(MockEnvironments):
 
 
 def serve(
-    address: str, K: int, streams: int, tls_dir: str | None, frames: str = ""
+    address: str,
+    K: int,
+    streams: int,
+    tls_dir: str | None,
+    frames: str = "",
+    num_bytes: int | None = None,
 ) -> None:
-    """Serve mock environments as polybeast_env would."""
+    """Serve mock environments as polybeast_env would; observations of `num_bytes`."""
     from core import env_server  # Not in the learner's process: it sets up gRPC.
 
     mock = MockEnvironments
     if frames:
         mock = functools.partial(MockStacks, shape=STACKS[frames])
+    elif num_bytes is not None:
+        mock = functools.partial(MockEnvironments, shape=(num_bytes,))
     env_server.Server(
         mock,
         address,
@@ -146,7 +153,7 @@ def serve(
     ).run()
 
 
-def serve_echo(address: str, K: int, streams: int, tls_dir: None, frames: str) -> None:
+def serve_echo(address: str, K: int, streams: int, *_: object) -> None:
     """Serve the same bytes, and nothing else."""
     import grpc
 
@@ -267,9 +274,15 @@ def measure(
     tcp: bool = False,
     certs: Path | None = None,
     frames: str = "",
+    num_bytes: int | str = "",
     roaming: bool = False,
 ) -> dict[str, float]:
-    """Measure the data path or the echo once; `streams` are those of each server."""
+    """Measure the data path or the echo once.
+
+    Args:
+      streams: of each server.
+      num_bytes: of an observation; instead of pictures.
+    """
     cores: list[int | None] = [None]
     if hasattr(os, "sched_setaffinity") and not roaming:
         cores = sorted(os.sched_getaffinity(0), reverse=True)
@@ -279,8 +292,9 @@ def measure(
             addresses = [f"localhost:{free_port()}"]
         theirs, ours = (certs / "localhost", certs / "learner") if certs else ("", "")
         kind = "serve" if what == "data path" else "echo"
+        options = (K, streams, theirs, frames, num_bytes)
         processes = [
-            stack.enter_context(child(kind, core, address, K, streams, theirs, frames))
+            stack.enter_context(child(kind, core, address, *options))
             for address, core in zip(addresses, itertools.cycle(cores))
         ]
         while not tcp and len(list(Path(folder).iterdir())) < servers:
@@ -520,6 +534,9 @@ if __name__ == "__main__":
             )
         else:
             run = serve if kind == "serve" else serve_echo
-            run(args[0], int(args[1]), int(args[2]), args[3] or None, args[4])
+            num_bytes = int(args[5]) if args[5] else None
+            run(
+                args[0], int(args[1]), int(args[2]), args[3] or None, args[4], num_bytes
+            )
     else:
         main()
