@@ -38,6 +38,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import logging
 import multiprocessing
 import secrets
@@ -188,7 +189,22 @@ def check_flags(
         )
     if flags.num_learner_threads is None:
         flags.num_learner_threads = 1 if flags.serial else 2
+    if flags.cuda_graphs and not has_gpu(flags):
+        parser.error(
+            "--cuda_graphs is set, but the learner is on the CPU: --disable_cuda is "
+            "set too, or torch sees no GPU. Leave it out."
+        )
+    if flags.cuda_graphs and flags.use_lstm:
+        parser.error(
+            "--cuda_graphs is set, but with --use_lstm the gradient depends on where "
+            "episodes end and cannot be recorded. Leave one of them out."
+        )
     return flags
+
+
+def has_gpu(flags: argparse.Namespace) -> bool:
+    """Say whether the learner is on a GPU; actors never are."""
+    return torch.cuda.is_available() and not flags.disable_cuda
 
 
 # ------------------------------------------------------------------------- the agent
@@ -463,9 +479,9 @@ def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
         case gym.spaces.Discrete():
             yield F.one_hot(x - int(space.start), int(space.n)).float()
         case gym.spaces.MultiDiscrete():
-            x = x.flatten(1) - torch.as_tensor(space.start.ravel(), device=x.device)
-            for i, n in enumerate(space.nvec.ravel()):
-                yield F.one_hot(x[:, i], int(n)).float()
+            ranges = zip(space.start.flat, space.nvec.flat)
+            for i, (start, n) in enumerate(ranges):
+                yield F.one_hot(x.flatten(1)[:, i] - int(start), int(n)).float()
         case _:
             scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
             yield x.reshape(len(x), -1).float() * scale
@@ -1030,8 +1046,8 @@ class Actors:
 
 
 def create_learner(flags: argparse.Namespace, spaces: Spaces) -> Learner:
-    cuda = torch.cuda.is_available() and not flags.disable_cuda
-    net = create_net(flags, spaces).to("cuda" if cuda else "cpu")
+    device = "cuda" if has_gpu(flags) else "cpu"
+    net = create_net(flags, spaces).to(device)
     optimizer = torch.optim.RMSprop(
         net.parameters(),
         lr=flags.learning_rate,
@@ -1040,7 +1056,42 @@ def create_learner(flags: argparse.Namespace, spaces: Spaces) -> Learner:
         momentum=flags.momentum,
         foreach=True,
     )
-    return Learner(net, optimizer, flags)
+    gradient = functools.partial(compute_gradient, flags, net, optimizer)
+    if flags.cuda_graphs:
+        gradient = gpu.Graphs(gradient, device)
+    return Learner(net, optimizer, gradient, flags)
+
+
+def compute_gradient(
+    flags: argparse.Namespace,
+    net: Net,
+    optimizer: torch.optim.Optimizer,
+    rows: Nest,
+    state: tuple[torch.Tensor, ...],
+) -> list[losses.ImpalaLoss]:
+    """Set the gradient of a batch's loss; return the losses of its groups of columns.
+
+    Args:
+      rows: [T + 1, B, ...] as the table in `core.rollouts` says, on net's device.
+      state: the recurrent state before row 0, [layers, B, hidden] each.
+    """
+    parts = []
+    # A graph goes on writing to the tensors that it was recorded with.
+    optimizer.zero_grad(set_to_none=not flags.cuda_graphs)
+    # The loss is a sum over columns, and so is its gradient.
+    for rows_part, state_part in losses.split_columns(rows, state):
+        outputs, _ = net(rows_part, state_part)
+        part = losses.impala_loss(
+            outputs,
+            {**rows_part, "action": rows_part["action"] - net.first_action},
+            discounting=flags.discounting,
+            baseline_cost=flags.baseline_cost,
+            entropy_cost=flags.entropy_cost,
+            reward_clipping=flags.reward_clipping,
+        )
+        part.total.backward()
+        parts.append(part)
+    return parts
 
 
 def learn(
@@ -1078,21 +1129,7 @@ def learn(
             )
             if not fresh.size:
                 return
-        parts = []
-        learner.optimizer.zero_grad()
-        # The loss is a sum over columns, and so is its gradient.
-        for rows_part, state_part in losses.split_columns(rows, state):
-            outputs, _ = net(rows_part, state_part)
-            part = losses.impala_loss(
-                outputs,
-                {**rows_part, "action": rows_part["action"] - net.first_action},
-                discounting=flags.discounting,
-                baseline_cost=flags.baseline_cost,
-                entropy_cost=flags.entropy_cost,
-                reward_clipping=flags.reward_clipping,
-            )
-            part.total.backward()
-            parts.append(part)
+        parts = learner.gradient(rows, state)
         learner.update(parts, batch)
 
 

@@ -42,6 +42,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import logging
 import secrets
@@ -194,6 +195,11 @@ def check_flags(
         )
     for name in ("learner_device", "actor_device"):
         check_device(parser, flags, name)
+    if flags.cuda_graphs and all(d.startswith("cpu") for d in devices(flags)):
+        parser.error(
+            "--cuda_graphs is set, but learner and inference are on the CPU. Leave it "
+            "out, or use a GPU (--learner_device, --actor_device)."
+        )
     if flags.num_inference_threads is None:
         # Fewer on the CPU: threads that run small operations fight over Python's lock.
         on_cpu = flags.actor_device.startswith("cpu")
@@ -553,9 +559,9 @@ def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
         case gym.spaces.Discrete():
             yield F.one_hot(x - int(space.start), int(space.n)).float()
         case gym.spaces.MultiDiscrete():
-            x = x.flatten(1) - torch.as_tensor(space.start.ravel(), device=x.device)
-            for i, n in enumerate(space.nvec.ravel()):
-                yield F.one_hot(x[:, i], int(n)).float()
+            ranges = zip(space.start.flat, space.nvec.flat)
+            for i, (start, n) in enumerate(ranges):
+                yield F.one_hot(x.flatten(1)[:, i] - int(start), int(n)).float()
         case _:
             scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
             yield x.reshape(len(x), -1).float() * scale
@@ -671,6 +677,9 @@ def inference(
     if on_cpu and flags.learner_cores < num_cores() and sys.platform == "linux":
         let_learner_go_first()
     stream = gpu.create_stream(flags.actor_device, urgent=True)
+    forward = net
+    if flags.cuda_graphs and stream is not None:
+        forward = gpu.Graphs(net, flags.actor_device, pad=True)
     version = -1
     for batch in inference_batcher:
         with (
@@ -683,27 +692,28 @@ def inference(
                     lambda t: t.to(flags.actor_device, non_blocking=True),
                     batch.get_inputs(),
                 )
-                outputs = nest.map(
+                outputs, agent_state = nest.map(
                     lambda t: t.to("cpu", non_blocking=True),
-                    act(net, version, rows, agent_state),
+                    forward(rows, agent_state),
                 )
-            batch.set_outputs(outputs)
+            choose_actions(outputs, net.first_action, version)
+            batch.set_outputs((outputs, agent_state))
 
 
-def act(
-    net: Net, version: int, rows: Nest, agent_state: tuple[torch.Tensor, ...]
-) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Return the agent's part of the next rows, [1, N, ...], and its next state.
+def choose_actions(
+    outputs: dict[str, torch.Tensor], first_action: int, version: int
+) -> None:
+    """Complete the agent's part of the next rows: add what is chosen, and by whom.
+
+    On the CPU: on a GPU a NaN would end all work of this process there, and with it the
+    last checkpoint.
 
     Args:
-      version: of the weights of `net`.
-      rows: NET_INPUTS of N rows, [1, N, ...].
-      agent_state: before these rows, [layers, N, hidden] each.
+      outputs: of Net, for N rows, [1, N, ...].
+      version: of Net's weights.
     """
-    outputs, agent_state = net(rows, agent_state)
-    outputs["action"] = sample_action(outputs["policy_logits"]) + net.first_action
-    outputs["policy_version"] = torch.full(rows["done"].shape, version)
-    return outputs, agent_state
+    outputs["action"] = sample_action(outputs["policy_logits"]) + first_action
+    outputs["policy_version"] = torch.full(outputs["action"].shape, version)
 
 
 # -------------------------------------------------------------------------- learning
@@ -719,7 +729,46 @@ def create_learner(flags: argparse.Namespace, spaces: Spaces) -> Learner:
         momentum=flags.momentum,
         foreach=True,
     )
-    return Learner(net, optimizer, flags)
+    gradient = functools.partial(compute_gradient, flags, net, optimizer)
+    if (
+        flags.cuda_graphs
+        and flags.learner_device.startswith("cuda")
+        and not flags.use_lstm
+    ):
+        gradient = gpu.Graphs(gradient, flags.learner_device)
+    return Learner(net, optimizer, gradient, flags)
+
+
+def compute_gradient(
+    flags: argparse.Namespace,
+    net: Net,
+    optimizer: torch.optim.Optimizer,
+    rows: Nest,
+    state: tuple[torch.Tensor, ...],
+) -> list[losses.ImpalaLoss]:
+    """Set the gradient of a batch's loss; return the losses of its groups of columns.
+
+    Args:
+      rows: [T + 1, B, ...] as the table in `core.rollouts` says, on net's device.
+      state: the recurrent state before row 0, [layers, B, hidden] each.
+    """
+    parts = []
+    # A graph goes on writing to the tensors that it was recorded with.
+    optimizer.zero_grad(set_to_none=not flags.cuda_graphs)
+    # The loss is a sum over columns, and so is its gradient.
+    for rows_part, state_part in losses.split_columns(rows, state):
+        outputs, _ = net(rows_part, state_part)
+        part = losses.impala_loss(
+            outputs,
+            {**rows_part, "action": rows_part["action"] - net.first_action},
+            discounting=flags.discounting,
+            baseline_cost=flags.baseline_cost,
+            entropy_cost=flags.entropy_cost,
+            reward_clipping=flags.reward_clipping,
+        )
+        part.total.backward()
+        parts.append(part)
+    return parts
 
 
 def learn(
@@ -756,21 +805,7 @@ def learn(
             )
             if not fresh.size:
                 return
-        parts = []
-        learner.optimizer.zero_grad()
-        # The loss is a sum over columns, and so is its gradient.
-        for rows_part, state_part in losses.split_columns(rows, state):
-            outputs, _ = net(rows_part, state_part)
-            part = losses.impala_loss(
-                outputs,
-                {**rows_part, "action": rows_part["action"] - net.first_action},
-                discounting=flags.discounting,
-                baseline_cost=flags.baseline_cost,
-                entropy_cost=flags.entropy_cost,
-                reward_clipping=flags.reward_clipping,
-            )
-            part.total.backward()
-            parts.append(part)
+        parts = learner.gradient(rows, state)
         learner.update(parts, map_nest(lambda t: t.numpy(), batch))
 
 

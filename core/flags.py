@@ -334,6 +334,13 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "fast on CPUs that have it (AVX512-BF16, AMX); weights, losses, LSTM and "
         "optimizer stay float32",
     )
+    learner.add_argument(
+        "--cuda_graphs",
+        action="store_true",
+        help="record what the network does on a GPU once and replay it, which saves "
+        "the time that Python takes to launch it: inference (PolyBeast), and the "
+        "gradient unless --use_lstm. Not for networks that look at what tensors hold",
+    )
 
 
 def add_server_flags(group: Any) -> None:

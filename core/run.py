@@ -53,10 +53,18 @@ class Learner:
         self,
         net: nn.Module,
         optimizer: torch.optim.Optimizer,
+        gradient: Callable[[Nest, tuple[torch.Tensor, ...]], Sequence[ImpalaLoss]],
         flags: argparse.Namespace,
     ):
+        """Wrap them.
+
+        Args:
+          gradient: sets the gradient of the loss of (rows, state before row 0), and
+            returns the losses that add up to it.
+        """
         self.net = net
         self.optimizer = optimizer
+        self.gradient = gradient
         self._flags = flags
         self.lock = threading.Lock()
         # Guarded by `lock`:

@@ -6,6 +6,7 @@ import re
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
 
 import monobeast
 from core import metrics
@@ -251,6 +252,10 @@ BAD_COMBINATIONS = [
         ["--num_learner_threads is 2", "--serial", "Leave one of them out."],
     ),
     (
+        "--cuda_graphs --disable_cuda",
+        ["--cuda_graphs is set", "on the CPU", "--disable_cuda", "Leave it out."],
+    ),
+    (
         "--total_steps 639 --batch_size 32 --unroll_length 20",
         [
             "--total_steps is 639",
@@ -311,6 +316,18 @@ def test_a_bad_combination_is_refused_with_values_and_remedy(argv, parts, capsys
 def test_taking_the_advice_helps(argv, capsys):
     advice = re.search(r"Try (--\S+ \d+)\.", refusal(argv.split(), capsys)).group(1)
     monobeast.parse_flags([*argv.split(), *advice.split()])
+
+
+def test_graphs_need_a_gpu_and_a_gradient_that_is_always_the_same(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert monobeast.parse_flags(["--cuda_graphs"]).cuda_graphs
+    message = refusal(["--cuda_graphs", "--use_lstm"], capsys)
+    for part in ("--cuda_graphs is set", "--use_lstm", "Leave one of them out."):
+        assert part in message
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refusal(["--cuda_graphs"], capsys)
+    for part in ("--cuda_graphs is set", "torch sees no GPU", "Leave it out."):
+        assert part in message
 
 
 def test_what_is_just_enough_is_accepted():

@@ -301,7 +301,9 @@ def test_both_trainers_make_the_same_rollouts(tmp_path):
 
     @torch.inference_mode()
     def agent(rows, state):
-        return polybeast.act(poly_net, 4, rows, state)
+        outputs, state = poly_net(rows, state)
+        polybeast.choose_actions(outputs, poly_net.first_action, version=4)
+        return outputs, state
 
     torch.manual_seed(5)
     with Play(
@@ -322,7 +324,7 @@ def test_both_trainers_make_the_same_rollouts(tmp_path):
 
 SHARED = ["Net", "ImageTorso", "SmallTorso", "ShallowTorso", "DeepTorso", "MLPTorso"]
 SHARED += ["ResidualBlock", "orthogonal", "model_for", "picture_side", "flat_features"]
-SHARED += ["sample_action", "create_net"]
+SHARED += ["sample_action", "create_net", "compute_gradient"]
 
 
 def test_both_trainers_have_the_same_models():
@@ -425,7 +427,10 @@ def test_inference_leaves_the_cores_to_a_learner_that_needs_them(
 
     def infer() -> int:
         flags = SimpleNamespace(
-            learner_device=device, actor_device="cpu", learner_cores=cores
+            learner_device=device,
+            actor_device="cpu",
+            learner_cores=cores,
+            cuda_graphs=False,
         )
         polybeast.inference(flags, None, None, [], None)
         return os.nice(0)
@@ -435,7 +440,9 @@ def test_inference_leaves_the_cores_to_a_learner_that_needs_them(
 
 
 def test_inference_keeps_to_one_core_beside_a_learner_on_several():
-    flags = SimpleNamespace(learner_device="cpu", actor_device="cpu", learner_cores=2)
+    flags = SimpleNamespace(
+        learner_device="cpu", actor_device="cpu", learner_cores=2, cuda_graphs=False
+    )
     is_acting, is_learning = threading.Event(), threading.Event()
     used = {}
 
