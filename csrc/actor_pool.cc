@@ -852,10 +852,14 @@ void ActorPool::Impl::on_answer(Actor& actor, const Outputs* outputs,
   }
   try {
     const AgentSpec* agent = nullptr;
+    bool wants_whole = false;
     {
       std::lock_guard lock(mu_);
-      if (stopping_) return;
+      if (stopping_)
+        return;  // Or tear_down() may write to the actor meanwhile.
       agent = agent_.get();
+      wants_whole =
+          actor.takes_newest_frames && env_->has_stacks && ends_rollout(actor);
     }
     Nest answer = outputs->copy(*buffers_);
     if (!agent) {
@@ -873,9 +877,8 @@ void ActorPool::Impl::on_answer(Actor& actor, const Outputs* outputs,
       const Array& array = answer.leaves[leaf];
       action.emplace_back(array.data, array.nbytes());
     }
-    std::string message = wire::action_to_server(
-        actor.next_seq - 1, action,
-        actor.takes_newest_frames && env_->has_stacks && ends_rollout(actor));
+    std::string message =
+        wire::action_to_server(actor.next_seq - 1, action, wants_whole);
 
     const auto state = answer.leaves.begin() + agent->leaves.size();
     actor.outputs.assign(answer.leaves.begin(), state);

@@ -448,6 +448,23 @@ TEST(states_and_ledger_of_one_stream_step_by_step) {
   CHECK(stats.addresses[0].p99_ms >= stats.addresses[0].p50_ms);
 }
 
+// For ThreadSanitizer: to stop forgets the rollouts that answers are for.
+TEST(a_pool_stops_while_agents_answer) {
+  for (int i = 0; i < 200; ++i) {
+    RigOptions options;
+    options.addresses.assign(4, "a");
+    fake::CountingServer server(3);
+    Rig rig(options);
+    rig.network->serve("a", &server);
+    rig.start();
+    rig.start_agent();
+    rig.start_agent();
+    rig.queue->dequeue_many();
+    rig.pool->stop();
+    rig.running.get();
+  }
+}
+
 TEST(items_of_the_queue_are_handed_out_uncopied_and_recycled) {
   RigOptions options;
   options.addresses.assign(6, "a");
