@@ -195,10 +195,12 @@ def check_flags(
         )
     for name in ("learner_device", "actor_device"):
         check_device(parser, flags, name)
-    if flags.cuda_graphs and all(d.startswith("cpu") for d in devices(flags)):
+    on_gpu = flags.actor_device.startswith("cuda")
+    if flags.cuda_graphs and not on_gpu and not records_gradient(flags):
         parser.error(
-            "--cuda_graphs is set, but learner and inference are on the CPU. Leave it "
-            "out, or use a GPU (--learner_device, --actor_device)."
+            "--cuda_graphs is set, but there is nothing to record: inference is on the "
+            "CPU, and so is the learner, or it has --use_lstm. Leave it out, or use a "
+            "GPU (--learner_device, --actor_device)."
         )
     if flags.num_inference_threads is None:
         # Fewer on the CPU: threads that run small operations fight over Python's lock.
@@ -240,6 +242,11 @@ def check_flags(
             f"a stream makes {K} rollouts at a time. Try --envs_per_stream {divisor}."
         )
     return flags
+
+
+def records_gradient(flags: argparse.Namespace) -> bool:
+    """Say whether --cuda_graphs can; an LSTM's depends on where episodes end."""
+    return flags.learner_device.startswith("cuda") and not flags.use_lstm
 
 
 def check_device(
@@ -730,11 +737,7 @@ def create_learner(flags: argparse.Namespace, spaces: Spaces) -> Learner:
         foreach=True,
     )
     gradient = functools.partial(compute_gradient, flags, net, optimizer)
-    if (
-        flags.cuda_graphs
-        and flags.learner_device.startswith("cuda")
-        and not flags.use_lstm
-    ):
+    if flags.cuda_graphs and records_gradient(flags):
         gradient = gpu.Graphs(gradient, flags.learner_device)
     return Learner(net, optimizer, gradient, flags)
 

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import monobeast
 import polybeast
 from benchmarks import ceilings
-from core import gpu
+from core import gpu, metrics
 from core.spaces import map_nest
 from core.supervise import keep_freed_memory, num_cores, start_thread
 
@@ -154,7 +154,7 @@ def measure_inference(
         learner_device=device,
         num_inference_threads=1,
     )
-    busy = polybeast.metrics.BusyTime()
+    busy = metrics.BusyTime()
     start_thread(
         "i", polybeast.inference, flags, net, weights, batches(), busy
     ).result()

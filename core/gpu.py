@@ -96,7 +96,6 @@ class Graphs:
             [rows, columns, ...] too.
         """
         self._function = function
-        self._device = device
         self._pad = pad
         self._recorder = Recorder(device)
         # By number of columns: the arguments' tensors, what to call, what it returns.
@@ -116,7 +115,7 @@ class Graphs:
         if size not in self._graphs:
             self._graphs[size] = self._record(args, size)
         inputs, replay, outputs = self._graphs[size]
-        map_nest(lambda to, x: to[:, :num].copy_(x, non_blocking=True), inputs, args)
+        map_nest(lambda to, x: to[:, :num].copy_(x), inputs, args)
         replay()
         return map_nest(lambda x: x[:, :num], outputs) if self._pad else outputs
 
@@ -124,16 +123,15 @@ class Graphs:
         self, args: tuple[Nest, ...], size: int
     ) -> tuple[Nest, Callable[[], None], Any]:
         # Columns that are unused must be valid, too: they are the others again.
-        inputs = map_nest(
-            lambda x: x[:, torch.arange(size) % x.shape[1]].to(self._device), args
-        )
+        inputs = map_nest(lambda x: x[:, torch.arange(size) % x.shape[1]], args)
         try:
             replay, outputs = self._recorder(self._function, inputs)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            first = error.__context__ or error  # To end a failed recording fails, too.
             raise ConfigError(
-                f"--cuda_graphs: the network cannot be recorded: {error}. What it does "
+                f"--cuda_graphs: the network cannot be recorded: {first}. What it does "
                 "must not wait for the GPU (.item(), .cpu(), if tensor:) nor depend "
                 "on what tensors hold. Change it, or leave --cuda_graphs out."
             ) from error

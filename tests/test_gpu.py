@@ -112,10 +112,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 class FakeRecorder:
     def __init__(self, device):
-        self.num = 0
+        pass
 
     def __call__(self, function, args):
-        self.num += 1
         outputs = function(*args)
 
         def replay():
@@ -174,17 +173,23 @@ def test_updates_by_graphs_are_the_same_updates(device):
     flags.disable_cuda = device == "cpu"
     _, batch = ceilings.random_rows(flags, (6, 4))
 
+    gradients = []
+
     def learned(cuda_graphs):
         torch.manual_seed(0)
         flags.cuda_graphs = cuda_graphs
         learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+        gradients.clear()
         for num in (4, 4, 3, 4, 3):  # --max_policy_lag left one out.
             part = map_nest(operator.itemgetter((slice(None), slice(num))), batch)
             monobeast.learn(flags, learner, part, ())
+            gradients.append([p.grad for p in learner.net.parameters()])
         assert learner.updates == 5
         return learner
 
-    by_graphs, expected = learned(True), learned(False)
+    expected, by_graphs = learned(False), learned(True)
+    for later in gradients[1:]:  # Where all graphs write.
+        assert all(a is b for a, b in zip(gradients[0], later, strict=True))
     assert sorted(by_graphs.gradient._graphs) == [3, 4]
     for a, b in zip(by_graphs.net.parameters(), expected.net.parameters(), strict=True):
         torch.testing.assert_close(a, b)

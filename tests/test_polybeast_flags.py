@@ -389,6 +389,11 @@ def test_devices_are_the_gpus_there_are(monkeypatch, num_gpus, argv, learner, ac
             "--cuda_graphs --learner_device cpu --actor_device cpu",
             ["--cuda_graphs is set", "on the CPU", "Leave it out"],
         ),
+        (
+            1,
+            "--cuda_graphs --actor_device cpu --use_lstm",
+            ["--cuda_graphs", "use_lstm"],
+        ),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(
