@@ -14,8 +14,8 @@ from core.environment import leaf_spaces
 from core.spaces import ArraySpec, Nest, map_nest, row_spec
 from core.supervise import ConfigError
 
-# Rows and environments: one of each as when acting, and several as when learning.
-SIZES = ((1, 1), (1, 3), (2, 3))
+# Rows and environments: one row as when acting, several as when learning.
+SIZES = ((1, 1), (1, 3), (5, 1), (5, 3))
 
 
 def dry_run(
@@ -25,6 +25,9 @@ def dry_run(
     outputs: Mapping[str, ArraySpec],
 ) -> None:
     """Check what a copy of `net` makes of rows of zeros of several sizes.
+
+    Where there are several rows, an episode begins at the second one. The gradient is
+    computed, too. As in a run, all tensors that `net` is given are contiguous.
 
     Args:
       outputs: what `net` must return for each row of each environment; it may return
@@ -39,6 +42,7 @@ def dry_run(
     for T, B in SIZES:
         state = _initial_state(net, B, device)
         rows = zero_rows(observation_space, action_space, T, B)
+        rows["done"][1:2, 0] = True
         result = net(map_nest(lambda x: x.to(device), rows), state)
         if not isinstance(result, tuple) or len(result) != 2:
             raise _error("forward", "a tuple (outputs, core_state)", result)
@@ -58,6 +62,7 @@ def dry_run(
         for i, (old, new) in enumerate(zip(state, after)):
             where = f"forward's core_state[{i}] must be as initial_state's:"
             _check(where, _describe(old), new)
+        torch.stack([got[name].sum() for name in outputs]).sum().backward()
 
 
 def _initial_state(

@@ -5,7 +5,6 @@ Espeholt et al. 2018 (arXiv:1802.01561), section 4.2. All losses are sums over T
 as in the authors' own code: a larger batch makes larger gradients.
 """
 
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -212,7 +211,7 @@ def _check_rows(
 def split_columns(
     rows: Nest, state: tuple[torch.Tensor, ...]
 ) -> Iterator[tuple[Nest, tuple[torch.Tensor, ...]]]:
-    """Cut a batch into groups of columns; a GPU takes it whole.
+    """Cut a batch into groups of columns, contiguous; a GPU takes it whole.
 
     The activations of a whole batch take hundreds of MB. On the CPU one group after
     another uses the same, warm memory.
@@ -222,5 +221,4 @@ def split_columns(
     n = 1 if rows["done"].is_cuda else min(B, -(-size // PIECE_BYTES))
     bounds = [i * B // n for i in range(n + 1)]
     for group in map(slice, bounds[:-1], bounds[1:]):
-        columns = operator.itemgetter((slice(None), group))  # x[:, group]
-        yield map_nest(columns, rows), tuple(map(columns, state))
+        yield map_nest(lambda x, group=group: x[:, group].contiguous(), (rows, state))

@@ -19,13 +19,14 @@ A = 7
 F32 = np.dtype(np.float32)
 OUTPUTS = {"policy_logits": ArraySpec((A,), F32), "baseline": ArraySpec((), F32)}
 BOX = gym.spaces.Box(-1.0, 1.0, (11,), np.float32)
+ACTIONS = gym.spaces.Discrete(A, start=2)
 
 
 class Tiny(monobeast.Net):
     """Net, but for one thing."""
 
     def __init__(self, **options) -> None:
-        super().__init__(BOX, gym.spaces.Discrete(A, start=2), **options)
+        super().__init__(BOX, ACTIONS, **options)
 
 
 class OtherShape(Tiny):
@@ -135,7 +136,7 @@ WRONG = {
 
 def refusal(net: nn.Module) -> str:
     with pytest.raises(ConfigError) as error:
-        dry_run(net, BOX, gym.spaces.Discrete(A, start=2), OUTPUTS)
+        dry_run(net, BOX, ACTIONS, OUTPUTS)
     return str(error.value)
 
 
@@ -145,6 +146,28 @@ def test_a_wrong_network_is_refused_with_what_was_expected_and_what_came(net):
     assert message.startswith("the network: ") and "\n" not in message
     for part in WRONG[net].split(" .* "):
         assert part in message, message
+
+
+def test_a_network_without_a_gradient_is_found():
+    class WritesOverItsActivations(Tiny):
+        def forward(self, rows, core_state=()):
+            outputs, core_state = super().forward(rows, core_state)
+            value = outputs["baseline"].exp()
+            return {**outputs, "baseline": value.mul_(value)}, core_state
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        dry_run(WritesOverItsActivations(), BOX, ACTIONS, OUTPUTS)
+
+
+def test_a_network_that_cannot_go_past_the_end_of_an_episode_is_found():
+    class OneEpisode(Tiny):
+        def forward(self, rows, core_state=()):
+            if rows["done"][1:].any():
+                raise NotImplementedError("an episode begins in the midst")
+            return super().forward(rows, core_state)
+
+    with pytest.raises(NotImplementedError, match="in the midst"):
+        dry_run(OneEpisode(), BOX, ACTIONS, OUTPUTS)
 
 
 @pytest.mark.parametrize("use_lstm", [False, True])
@@ -166,7 +189,7 @@ def test_a_dry_run_leaves_the_network_as_it_was():
     net = Counting()
     net.register_buffer("calls", torch.zeros(()))
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    dry_run(net, BOX, gym.spaces.Discrete(A, start=2), OUTPUTS)
+    dry_run(net, BOX, ACTIONS, OUTPUTS)
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in net.parameters())

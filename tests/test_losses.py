@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+import monobeast
+import polybeast
 from core import losses
+from core.dry_run import zero_rows
+from core.spaces import leaves
+from core.toys import Catch
 from tests.test_vtrace import paper_sum
 
 T, B, A = 5, 3, 7
@@ -557,6 +562,40 @@ def test_mean_rho_is_the_mean_of_the_clipped_weight(threshold, mean):
     }
     loss = losses.impala_loss(outputs, batch, **OPTIONS, clip_rho_threshold=threshold)
     assert loss.mean_rho.item() == pytest.approx(mean)
+
+
+def test_a_batch_is_cut_into_contiguous_groups_of_columns(monkeypatch):
+    rows = {"observation": {"x": torch.randn(T, 7, 11)}, "done": torch.zeros(T, 7)}
+    state = (torch.randn(2, 7, 13),)
+    monkeypatch.setattr(losses, "PIECE_BYTES", rows["observation"]["x"].nbytes // 3 + 1)
+    groups = list(losses.split_columns(rows, state))
+    assert len(groups) == 3
+    for (_, whole), *parts in zip(leaves((rows, state)), *map(leaves, groups)):
+        assert all(part.is_contiguous() for _, part in parts)
+        assert torch.equal(torch.cat([part for _, part in parts], dim=1), whole)
+
+
+@pytest.mark.parametrize("trainer", [monobeast, polybeast])
+def test_an_update_of_a_large_batch_with_unclipped_rewards_is_done(
+    trainer, monkeypatch, tmp_path
+):
+    """In TorchBeast's style Net says `.view(T * B, ...)`, and so do forks."""
+    argv = ["--env", "Catch", "--reward_clipping", "none", "--use_lstm"]
+    flags = trainer.parse_flags([*argv, "--disable_cuda", "--savedir", str(tmp_path)])
+    spaces = trainer.Spaces(Catch().observation_space, Catch().action_space)
+    learner = trainer.create_learner(flags, spaces)
+    rows = zero_rows(spaces.observation, spaces.action, T + 1, B)
+    rows |= {
+        "truncated": rows["done"],
+        "action": rows["last_action"],
+        "policy_logits": torch.zeros(T + 1, B, 3),
+    }
+    state = learner.net.initial_state(B)
+    (whole,) = learner.gradient(rows, state)
+    monkeypatch.setattr(losses, "PIECE_BYTES", rows["observation"].nbytes - 1)
+    parts = learner.gradient(rows, state)
+    assert len(parts) == 2
+    torch.testing.assert_close(sum(part.total for part in parts), whole.total)
 
 
 def test_only_the_total_has_a_gradient():
