@@ -1141,10 +1141,3 @@ def test_the_same_process_may_prepare_its_run_again(tmp_path):
     assert metrics.prepare_run_dir(tmp_path, "run").name == "run"
     other = run_child("metrics.prepare_run_dir(Path(sys.argv[1]), 'run')", tmp_path)
     assert "RunDirBusy" in other.stderr
-
-
-def test_readme_has_the_same_glossary():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    for field in metrics.FIELDS:
-        row = f"| `{field.name}` | {field.unit} | {field.meaning} |"
-        assert row in readme, f"README.md lacks the row {row}"

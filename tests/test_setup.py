@@ -343,13 +343,12 @@ def test_torch_is_pinned_in_one_place():
     assert pins == ["requirements.txt"]
 
 
-def test_commands_of_the_readme_exist():
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("no README.md yet")
+def test_commands_of_the_documentation_exist():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
-    commands = set(re.findall(r"\bmake ([a-z][\w-]*)", "".join(code_of(readme))))
-    assert commands
+    code = "".join(text for page in pages for text in code_of(page))
+    commands = set(re.findall(r"\bmake ([a-z][\w-]*)", code))
+    assert {"quickstart", "test"} <= commands
     assert commands <= targets
 
 
