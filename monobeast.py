@@ -1056,16 +1056,15 @@ def create_learner(flags: argparse.Namespace, spaces: Spaces) -> Learner:
         momentum=flags.momentum,
         foreach=True,
     )
-    gradient = functools.partial(compute_gradient, flags, net, optimizer)
+    gradient = functools.partial(compute_gradient, flags, net)
     if flags.cuda_graphs:
         gradient = gpu.Graphs(gradient, device)
-    return Learner(net, optimizer, gradient, flags)
+    return Learner(net, [optimizer], gradient, flags)
 
 
 def compute_gradient(
     flags: argparse.Namespace,
     net: Net,
-    optimizer: torch.optim.Optimizer,
     rows: Nest,
     state: tuple[torch.Tensor, ...],
 ) -> list[losses.ImpalaLoss]:
@@ -1077,7 +1076,7 @@ def compute_gradient(
     """
     parts = []
     # A graph goes on writing to the tensors that it was recorded with.
-    optimizer.zero_grad(set_to_none=not flags.cuda_graphs)
+    net.zero_grad(set_to_none=not flags.cuda_graphs)
     # The loss is a sum over columns, and so is its gradient.
     for rows_part, state_part in losses.split_columns(rows, state):
         outputs, _ = net(rows_part, state_part)

@@ -736,16 +736,15 @@ def create_learner(flags: argparse.Namespace, spaces: Spaces) -> Learner:
         momentum=flags.momentum,
         foreach=True,
     )
-    gradient = functools.partial(compute_gradient, flags, net, optimizer)
+    gradient = functools.partial(compute_gradient, flags, net)
     if flags.cuda_graphs and records_gradient(flags):
         gradient = gpu.Graphs(gradient, flags.learner_device)
-    return Learner(net, optimizer, gradient, flags)
+    return Learner(net, [optimizer], gradient, flags)
 
 
 def compute_gradient(
     flags: argparse.Namespace,
     net: Net,
-    optimizer: torch.optim.Optimizer,
     rows: Nest,
     state: tuple[torch.Tensor, ...],
 ) -> list[losses.ImpalaLoss]:
@@ -757,7 +756,7 @@ def compute_gradient(
     """
     parts = []
     # A graph goes on writing to the tensors that it was recorded with.
-    optimizer.zero_grad(set_to_none=not flags.cuda_graphs)
+    net.zero_grad(set_to_none=not flags.cuda_graphs)
     # The loss is a sum over columns, and so is its gradient.
     for rows_part, state_part in losses.split_columns(rows, state):
         outputs, _ = net(rows_part, state_part)

@@ -104,7 +104,7 @@ def measure_learner(
     rows, first = map_nest(lambda x: torch.from_numpy(x).to(device), (batch, state))
     gradient_s = seconds(lambda: learner.gradient(rows, first), device)
     with FlopCounterMode(display=False) as counter:
-        monobeast.compute_gradient(flags, learner.net, learner.optimizer, rows, first)
+        monobeast.compute_gradient(flags, learner.net, rows, first)
     dtype = getattr(torch, flags.precision)
     floor_s = counter.get_total_flops() / flops_per_second(dtype, device)
     return {"fps": rate, "gradient_ms": 1e3 * gradient_s, "floor_ms": 1e3 * floor_s}

@@ -545,10 +545,15 @@ def restore_optimizer(
     model: torch.nn.Module,
     tensors: dict[str, torch.Tensor],
     state: dict[str, Any],
-) -> None:
+) -> list[str]:
     """Bring back what `optimizer_state` returned; further updates are bit-equal.
 
-    `tensors` are copied. The optimizer keeps options that the file does not have.
+    `tensors` are copied. The options of the groups (learning rate, momentum, ...) stay
+    those of this program.
+
+    Returns:
+      One line for each option that differs from the file's. Not for `lr`, which
+      changes with each update.
 
     Raises:
       CheckpointMismatch: the state is of another kind of optimizer or of other
@@ -584,17 +589,23 @@ def restore_optimizer(
                 for name, entries in state["state"].items()
             },
             "param_groups": [
-                {
-                    **group,
-                    **{k: decode(value) for k, value in saved["options"].items()},
-                    "params": [index[name] for name in names],
-                }
-                for group, saved, names in zip(
-                    optimizer.param_groups, state["groups"], ours
-                )
+                {**group, "params": [index[name] for name in names]}
+                for group, names in zip(optimizer.param_groups, ours)
             ],
         }
     )
+    if isinstance(optimizer, torch.optim.RMSprop):
+        for group in optimizer.param_groups:
+            for entries in map(optimizer.state.get, group["params"]):
+                if group["momentum"] and entries:  # The file's momentum may be 0.
+                    zeros = torch.zeros_like(entries["square_avg"])
+                    entries.setdefault("momentum_buffer", zeros)
+    return [
+        f"group {i}: {key} was {old} and is now {group[key]}"
+        for i, (group, saved) in enumerate(zip(optimizer.param_groups, state["groups"]))
+        for key, old in {k: decode(v) for k, v in saved["options"].items()}.items()
+        if key in group and key != "lr" and group[key] != old
+    ]
 
 
 def _parameter_names(

@@ -43,7 +43,7 @@ END_LOCK_S = 10.0  # At the end, after learner threads had their time to stop.
 
 
 class Learner:
-    """The network being trained, its optimizer, and the counters that go with them.
+    """The network being trained, its optimizers, and the counters that go with them.
 
     Learner threads and the main thread share it: `lock` is held for every update and
     every snapshot, so that a checkpoint never holds half an update.
@@ -52,18 +52,24 @@ class Learner:
     def __init__(
         self,
         net: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         gradient: Callable[[Nest, tuple[torch.Tensor, ...]], Sequence[ImpalaLoss]],
         flags: argparse.Namespace,
     ):
         """Wrap them.
 
         Args:
+          optimizers: of net's parameters. All of them step at each update. The
+            learning rate that each parameter group has now is the one it begins with.
           gradient: sets the gradient of the loss of (rows, state before row 0), and
             returns the losses that add up to it.
         """
         self.net = net
-        self.optimizer = optimizer
+        self.optimizers = list(optimizers)
+        for optimizer in self.optimizers:
+            checkpoint.optimizer_state(optimizer, net)  # Raises if it cannot be saved.
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])  # As torch's schedulers do.
         self.gradient = gradient
         self._flags = flags
         self.lock = threading.Lock()
@@ -117,11 +123,11 @@ class Learner:
         return fresh if fresh.size < lag.size else None
 
     def update(self, parts: Sequence[ImpalaLoss], batch: Nest) -> None:
-        """Take one optimizer step with the present gradient. Needs the lock.
+        """Let each optimizer step with the present gradient. Needs the lock.
 
-        The learning rate falls linearly to 0 over --total_steps; the gradient's global
-        norm is clipped. If the loss or the gradient is not finite, the step is left
-        out: one NaN would make every weight NaN.
+        Each parameter group's learning rate falls linearly to 0 over --total_steps; the
+        gradient's global norm is clipped. If the loss or the gradient is not finite, no
+        optimizer steps: one NaN would make every weight NaN.
 
         Args:
           parts: the losses, each of as many columns, whose gradient it is.
@@ -131,8 +137,9 @@ class Learner:
           FloatingPointError: that was the last of MAX_BAD_UPDATES such steps in a row.
         """
         flags = self._flags
-        for group in self.optimizer.param_groups:
-            group["lr"] = flags.learning_rate * (1 - self.step / flags.total_steps)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * (1 - self.step / flags.total_steps)
         norm = nn.utils.clip_grad_norm_(
             self.net.parameters(), flags.grad_norm_clipping or float("inf")
         )
@@ -142,7 +149,8 @@ class Learner:
         loss = ImpalaLoss(*sums)  # Of the whole batch, as numbers.
         lag = self.updates - batch["policy_version"][1:]
         if math.isfinite(loss.total) and math.isfinite(grad_norm):
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             self.updates += 1
             self.skipped_in_a_row = 0
         else:
@@ -313,12 +321,10 @@ class Run:
                     f"trained with {state['flags'][key]}. Choose another --xpid, or "
                     f"leave --{key} as it was."
                 )
-        model, optimizer = found.tensors["model"], found.tensors["optimizer"]
+        model = found.tensors["model"]
         checkpoint.check_tensors(learner.net.state_dict(), model, what="model")
         learner.net.load_state_dict(model)
-        checkpoint.restore_optimizer(
-            learner.optimizer, learner.net, optimizer, state["optimizer"]
-        )
+        changes = self._restore_optimizers(found)
         learner.restore(state["learner"])
         self._earlier_s = float(state["time_s"])
         restore_rng(state["rng"], found.tensors["rng"])
@@ -329,6 +335,24 @@ class Run:
             new = _plain(getattr(flags, key, old))
             if new != old:
                 log.info("  --%s was %s and is now %s", key, old, new)
+        for line in changes:
+            log.info("  %s", line)
+
+    def _restore_optimizers(self, found: checkpoint.Checkpoint) -> list[str]:
+        """Return what the checkpoint's optimizers had other than this run's."""
+        ours = _by_name(self.learner.optimizers)
+        num_theirs = sum(name.startswith("optimizer") for name in found.state)
+        if num_theirs not in (0, len(ours)):
+            raise checkpoint.CheckpointMismatch(
+                f"optimizers: file {num_theirs}, this run {len(ours)}"
+            )
+        return [
+            f"{name}, {line}"
+            for name, optimizer in ours.items()
+            for line in checkpoint.restore_optimizer(
+                optimizer, self.learner.net, found.tensors[name], found.state[name]
+            )
+        ]
 
     def _take_weights(self, name: str) -> None:
         """Load the weights, and nothing else, of another run or checkpoint.
@@ -440,7 +464,7 @@ class Run:
                 "games": episodes.games,
                 "best_mean_return": episodes.best_mean_return,
                 "mean_life_return": episodes.mean_life_return,
-                "learning_rate": learner.optimizer.param_groups[0]["lr"],
+                "learning_rate": learner.optimizers[0].param_groups[0]["lr"],
                 "updates": learner.updates,
                 "skipped_updates": learner.skipped,
                 "stale_rollouts": learner.stale,
@@ -480,12 +504,14 @@ class Run:
         learner = self.learner
         with learner.between_updates(END_LOCK_S if lock_s is None else lock_s):
             self._last_save = time.monotonic()
-            optimizer, optimizer_json = checkpoint.optimizer_state(
-                learner.optimizer, learner.net
-            )
+            tensors: Nest = {"model": dict(learner.net.state_dict())}
+            optimizers: dict[str, Any] = {}
+            for name, optimizer in _by_name(learner.optimizers).items():
+                tensors[name], optimizers[name] = checkpoint.optimizer_state(
+                    optimizer, learner.net
+                )
             tensors = map_nest(  # Copies: training goes on while they are written.
-                lambda x: x.detach().to("cpu", copy=True),
-                {"model": dict(learner.net.state_dict()), "optimizer": optimizer},
+                lambda x: x.detach().to("cpu", copy=True), tensors
             )
             rng, rng_tensors = rng_state()
             extra, extra_tensors = self.extra_state()
@@ -495,8 +521,8 @@ class Run:
                 },
                 "learner": learner.state(),
                 "time_s": self._earlier_s + time.monotonic() - self._started,
-                "optimizer": optimizer_json,
                 "rng": rng,
+                **optimizers,
                 **extra,
             }
         checkpoint.save(
@@ -505,6 +531,13 @@ class Run:
             tensors={**tensors, "rng": rng_tensors, **extra_tensors},
             state=state,
         )
+
+
+def _by_name(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[str, torch.optim.Optimizer]:
+    """Return optimizers by their names in a checkpoint: optimizer, optimizer1, ..."""
+    return {f"optimizer{i or ''}": optimizer for i, optimizer in enumerate(optimizers)}
 
 
 def _plain(value: Any) -> Any:

@@ -976,23 +976,26 @@ def test_updates_go_on_bit_equal_after_a_round_trip(tmp_path, kind):
     assert state_resumed == state_after
 
 
-def test_options_of_each_group_come_back_and_functions_stay(tmp_path):
-    def new(lr, betas, schedule):
+def test_options_of_each_group_are_the_present_ones_and_differences_are_told(tmp_path):
+    def new(lr, betas, note):
         return torch.optim.Adam(
             [
-                {"params": model[1].parameters(), "lr": lr, "schedule": schedule},
-                {"params": model[0].parameters(), "betas": betas, "note": [None, "a"]},
+                {"params": model[1].parameters(), "lr": lr, "schedule": abs},
+                {"params": model[0].parameters(), "betas": betas, "note": note},
             ]
         )
 
     model = make_model()
-    old = new(0.1 + 0.2, (0.5, 0.75), abs)
+    old = new(0.1 + 0.2, (0.5, 0.75), [None, "a"])
     tensors, state = through_a_file(tmp_path, old, model)
-    optimizer = new(0.5, (0.1, 0.2), max)
-    checkpoint.restore_optimizer(optimizer, model, tensors, state)
+    optimizer = new(0.5, (0.25, 0.75), [None, "b"])
+    lines = checkpoint.restore_optimizer(optimizer, model, tensors, state)
     first, second = optimizer.param_groups
-    assert (first["lr"], first["schedule"]) == (0.1 + 0.2, max)
-    assert (second["betas"], second["note"]) == ((0.5, 0.75), [None, "a"])
+    assert (first["lr"], second["betas"]) == (0.5, (0.25, 0.75))
+    assert lines == [
+        "group 1: betas was (0.5, 0.75) and is now (0.25, 0.75)",
+        "group 1: note was [None, 'a'] and is now [None, 'b']",
+    ]
 
 
 def test_restoring_copies_the_tensors():

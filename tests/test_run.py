@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """core.run: a new run with the weights of another, whoever wrote them."""
 
+import functools
 import re
 import shutil
 import sys
@@ -14,7 +15,12 @@ import torch
 import monobeast
 from core import checkpoint, run
 from core.checkpoint import CheckpointError
+from core.dry_run import zero_rows
+from core.spaces import map_nest
 from core.supervise import ConfigError
+from core.toys import Catch
+
+SIZES = ["--batch_size", "5", "--unroll_length", "10", "--envs_per_actor", "5"]
 
 
 def wide_env() -> gym.Env:
@@ -27,7 +33,7 @@ def wide_env() -> gym.Env:
 
 def make_run(savedir: Path, *flags: str, xpid: str = "x") -> run.Run:
     parsed = monobeast.parse_flags(
-        ["--savedir", str(savedir), "--xpid", xpid, "--env", "Catch", *flags]
+        ["--savedir", str(savedir), "--xpid", xpid, "--env", "Catch", *SIZES, *flags]
     )
     (savedir / xpid).mkdir(exist_ok=True)
     spaces = monobeast.read_spaces(parsed)
@@ -77,7 +83,7 @@ def test_a_new_run_begins_with_the_weights_of_another_and_nothing_else(savedir, 
     step = 100.0 if name == "older" else 200.0
     assert new.learner.net.baseline.bias.item() == step
     assert (new.learner.step, new.learner.updates) == (0, 0)
-    assert not new.learner.optimizer.state
+    assert not new.learner.optimizers[0].state
     old = checkpoint.load_from(newest(savedir))
     assert old is not None
     if name != "older":
@@ -91,6 +97,148 @@ def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
     assert (again := make_run(savedir, *flags, xpid="old")).resume() is not None
     assert again.learner.step == 200
     assert "--init_from" in caplog.text and "was for its beginning" in caplog.text
+
+
+# ------------------------------------------------------------------------- optimizers
+
+
+def create_two_optimizers(flags, spaces) -> run.Learner:
+    """A fork's: the torso learns at a rate of its own, the baseline with Adam."""
+    net = monobeast.create_net(flags, spaces)
+    rmsprop = torch.optim.RMSprop(
+        [
+            {"params": net.policy.parameters()},
+            {"params": net.torso.parameters(), "lr": 1e-4, "eps": 0.5},
+        ],
+        lr=flags.learning_rate,
+        alpha=flags.alpha,
+        eps=flags.epsilon,
+        momentum=flags.momentum,
+    )
+    adam = torch.optim.Adam(net.baseline.parameters(), lr=0.003)
+    gradient = functools.partial(monobeast.compute_gradient, flags, net)
+    return run.Learner(net, [rmsprop, adam], gradient, flags)
+
+
+def learn(a_run: run.Run, *, spoil: str | None = None) -> None:
+    """Do an update of 50 steps."""
+    learner, B = a_run.learner, 5
+    space = Catch().observation_space
+    rows = zero_rows(space, gym.spaces.Discrete(3), 11, B)
+    rows["observation"] = torch.randn(rows["observation"].shape)
+    rows |= {
+        "truncated": rows["done"],
+        "action": rows["last_action"],
+        "policy_logits": torch.randn(11, B, 3),
+        "policy_version": torch.zeros(11, B, dtype=torch.int64),
+        "episode_return": rows["reward"],
+        "info": {key: rows["reward"] * np.nan for key in ("game_return", "game_step")},
+    }
+    parts = learner.gradient(rows, ())
+    if spoil is not None:
+        learner.net.get_parameter(spoil).grad[0] = np.inf
+    learner.update(parts, map_nest(lambda x: x.numpy(), rows))
+
+
+def rates(a_run: run.Run) -> list[float]:
+    return [
+        group["lr"]
+        for optimizer in a_run.learner.optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+@pytest.fixture
+def two_optimizers(monkeypatch):
+    monkeypatch.setattr(monobeast, "create_learner", create_two_optimizers)
+
+
+def test_the_schedule_scales_each_groups_own_rate(tmp_path, two_optimizers):
+    a_run = make_run(tmp_path, "--total_steps", "200", "--learning_rate", "0.002")
+    for share in (1.0, 0.75, 0.5):
+        learn(a_run)
+        assert rates(a_run) == [0.002 * share, 1e-4 * share, 0.003 * share]
+
+
+@pytest.mark.parametrize("spoil", ["policy.weight", "baseline.bias"])
+def test_one_gradient_that_is_not_finite_stops_every_optimizer(
+    tmp_path, two_optimizers, spoil
+):
+    a_run = make_run(tmp_path)
+    before = weights(a_run)
+    learn(a_run, spoil=spoil)
+    assert (a_run.learner.skipped, a_run.learner.updates) == (1, 0)
+    for key, tensor in weights(a_run).items():
+        assert torch.equal(tensor, before[key]), key
+    learn(a_run)
+    changed = {k for k, v in weights(a_run).items() if not torch.equal(v, before[k])}
+    assert {"policy.weight", "baseline.bias"} <= changed
+
+
+def test_every_optimizer_goes_on_bit_equal_from_a_checkpoint(tmp_path, two_optimizers):
+    whole = make_run(tmp_path)
+    learn(whole)
+    with whole.open(resumed=False):
+        pass
+    again = make_run(tmp_path)
+    assert again.resume() is not None
+    for a_run in (whole, again):
+        torch.manual_seed(3)
+        learn(a_run)
+    assert rates(again) == rates(whole)
+    for key, tensor in weights(again).items():
+        assert torch.equal(tensor, weights(whole)[key]), key
+
+
+def test_another_number_of_optimizers_is_told(tmp_path, monkeypatch):
+    with make_run(tmp_path).open(resumed=False):
+        pass
+    monkeypatch.setattr(monobeast, "create_learner", create_two_optimizers)
+    with pytest.raises(checkpoint.CheckpointMismatch, match="file 1, this run 2"):
+        make_run(tmp_path).resume()
+
+
+OTHER = ["--alpha", "0.9", "--epsilon", "0.1", "--momentum", "0.5"]
+
+
+def test_optimizer_flags_of_the_present_start_are_in_force(tmp_path, caplog):
+    caplog.set_level("INFO")
+    old = make_run(tmp_path, "--total_steps", "100")
+    learn(old)
+    with old.open(resumed=False):
+        pass
+    now = make_run(tmp_path, "--total_steps", "100", "--learning_rate", "0.01", *OTHER)
+    assert now.resume() is not None
+    (group,) = now.learner.optimizers[0].param_groups
+    assert [group[k] for k in ("alpha", "eps", "momentum")] == [0.9, 0.1, 0.5]
+    for line in ("alpha was 0.99 and is now 0.9", "initial_lr was 0.0006 and is now"):
+        assert f"  optimizer, group 0: {line}" in caplog.text
+    state = now.learner.optimizers[0].state[now.learner.net.policy.bias]
+    before, square = now.learner.net.policy.bias.clone(), state["square_avg"].clone()
+    learn(now)
+    assert rates(now) == [0.01 * 0.5]
+    # The step worked out by hand, with the averages of the checkpoint.
+    g = now.learner.net.policy.bias.grad
+    square = 0.9 * square + 0.1 * g.square()
+    expected = before - 0.005 * g / (square.sqrt() + 0.1)
+    torch.testing.assert_close(now.learner.net.policy.bias, expected)
+
+
+def test_a_groups_own_options_are_those_of_the_present_code(
+    tmp_path, two_optimizers, caplog
+):
+    caplog.set_level("INFO")
+    with make_run(tmp_path).open(resumed=False):
+        pass
+    now = make_run(tmp_path, *OTHER)
+    assert now.resume() is not None
+    first, second = now.learner.optimizers[0].param_groups
+    assert (first["eps"], second["eps"]) == (0.1, 0.5)
+    assert "group 0: eps was 0.01 and is now 0.1" in caplog.text
+    assert "group 1: eps was" not in caplog.text
+
+
+# -------------------------------------------------------------- a stranger's checkpoint
 
 
 @pytest.mark.parametrize("key", ["flags", "optimizer", "learner", "rng", "time_s"])
