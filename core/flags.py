@@ -5,6 +5,7 @@ Needs neither torch nor a compiler: the environment servers parse flags too.
 """
 
 import argparse
+import decimal
 import math
 import re
 import time
@@ -14,20 +15,27 @@ from typing import Any
 
 from core.supervise import num_cores
 
+MAX_WHOLE = 10**18  # Fits into 64 bits, and 1e999999 does not take all the memory.
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
 
 def whole(at_least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers >= `at_least`, for `type=`."""
+    """Return a parser of whole numbers >= `at_least`, for `type=`.
+
+    200000, 200_000, 2e5, 200k and 0.2M are the same number.
+    """
 
     def parse(text: str) -> int:
-        try:
-            value = int(text.replace("_", ""))
-        except ValueError:
-            value = at_least - 1
-        if value < at_least:
+        match = re.fullmatch(r"([\d_]*\.?\d+(?:[eE]\+?\d+)?)([kMG]?)", text, re.ASCII)
+        value = decimal.Decimal(-1)
+        if match is not None:
+            value = decimal.Decimal(match[1].replace("_", "")) * UNITS[match[2]]
+        if not at_least <= value <= MAX_WHOLE or value % 1:
             raise argparse.ArgumentTypeError(
-                f"expected a whole number >= {at_least}, got {text!r}"
+                f"expected a whole number >= {at_least} (and at most 10^18), such as "
+                f"20000, 20_000, 2e4, 20k or 1.5M, got {text!r}"
             )
-        return value
+        return int(value)
 
     return parse
 
@@ -286,7 +294,8 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--total_steps",
         type=whole(1),
         default=50_000_000,
-        help="agent steps to train for",
+        help="agent steps to train for. 200000, 200_000, 2e5 and 200k are the same "
+        "number, for every flag that counts",
     )
     learner.add_argument(
         "--batch_size", type=whole(1), default=32, metavar="B", help="rollouts a batch"

@@ -118,10 +118,11 @@ def test_env_in_xpid_becomes_the_environments_name(env, xpid):
     assert monobeast.parse_flags(["--env", env, "--xpid", "{env}-7"]).xpid == xpid
 
 
-def test_numbers_may_have_underscores():
-    assert (
-        monobeast.parse_flags(["--total_steps", "2_000_000"]).total_steps == 2_000_000
-    )
+@pytest.mark.parametrize("text", ["2000000", "2_000_000", "2e6", "2E+6", "2M", ".002G"])
+def test_a_count_may_be_written_as_people_write_it(text):
+    flags = monobeast.parse_flags(["--total_steps", text, "--num_buffers", "1.5k"])
+    assert (flags.total_steps, flags.num_buffers) == (2_000_000, 1500)
+    assert type(flags.total_steps) is int
 
 
 def test_info_keys_are_a_comma_list():
@@ -165,7 +166,7 @@ def test_every_flag_has_a_help_text():
 
 # -------------------------------------------------------------------- what is refused
 
-WHOLE = ["0", "-3", "2.5", "1e6", "many", ""]
+WHOLE = ["0", "-3", "2.5", "1e-3", "0.0005k", "2m", "9e99", "inf", "many", ""]
 BAD_VALUES = [
     *[
         (flag, value, "expected a whole number >= 1")

@@ -81,7 +81,7 @@ def test_every_combination_is_a_run_and_its_seed_ends_the_name(toml):
         toml(
             """
             [flags]
-            total_steps = 5_000_000
+            total_steps = '5M'
             use_lstm = false
             episodic_life = false
             info_keys = ["lives", "score"]
@@ -102,7 +102,7 @@ def test_every_combination_is_a_run_and_its_seed_ends_the_name(toml):
         "polybeast-MinAtar-Breakout-v1-learning_rate=0.001-2",
     ]
     assert [run.program for run in runs] == ["monobeast"] * 2 + ["polybeast"] * 2
-    common = "--total_steps=5000000 --no-episodic_life --info_keys=lives,score"
+    common = "--total_steps=5M --no-episodic_life --info_keys=lives,score"
     point = "--env=MinAtar/Breakout-v1 --learning_rate=0.001 --seed=2"
     assert runs[1].flags == f"{common} --num_actors=3 {point}".split()
     assert runs[3].flags == f"{common} {point}".split()

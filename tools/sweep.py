@@ -174,8 +174,9 @@ def read_sweep(path: Path) -> Sweep:
             raise SweepError(f"{key}: the sweep sets this flag itself")
         words = [word for key, value in own.items() for word in to_words(key, value)]
         name = run_name(point)
-        steps = own.get("total_steps")
-        steps = steps if type(steps) is int else None
+        steps = None
+        with contextlib.suppress(argparse.ArgumentTypeError):  # The program will say.
+            steps = core.flags.whole(1)(str(own.get("total_steps")))
         runs.append(Run(name, point, program, words, savedir / name, steps))
     names = [run.name for run in runs]
     for name in names:
