@@ -40,6 +40,7 @@ import dataclasses
 import faulthandler
 import functools
 import logging
+import math
 import multiprocessing
 import secrets
 import struct
@@ -78,7 +79,6 @@ from core.supervise import (
     keep_freed_memory,
     kill_if_hung,
     let_learner_go_first,
-    num_cores,
     show_stacks,
     start_thread,
 )
@@ -108,31 +108,11 @@ def make_parser() -> argparse.ArgumentParser:
         description="IMPALA on one machine, in pure Python.",
         formatter_class=core.flags.HelpFormatter,
     )
-    whole = core.flags.whole
     core.flags.add_run_flags(parser)
     core.flags.add_environment_flags(parser)
 
     actors = parser.add_argument_group("actors")
-    actors.add_argument(
-        "--num_actors",
-        type=whole(1),
-        help="actor processes. Default: one per core this process may use",
-    )
-    actors.add_argument(
-        "--envs_per_actor",
-        type=whole(1),
-        default=8,
-        metavar="E",
-        help="environments an actor steps in turn, with one forward pass for all. Must "
-        "divide --batch_size",
-    )
-    actors.add_argument(
-        "--num_buffers",
-        type=whole(1),
-        help="rollout buffers, each with the rollouts of one actor's E environments. "
-        "More let actors run further ahead of the learner. Default: two per actor and "
-        "two batches",
-    )
+    core.flags.add_actor_flags(actors)
     actors.add_argument(
         "--start_method",
         choices=multiprocessing.get_all_start_methods(),
@@ -160,28 +140,7 @@ def check_flags(
     if flags.serial and flags.learner_cores is None:
         flags.learner_cores = 1
     core.flags.check_common(parser, flags, is_atari=is_atari)
-    if flags.num_actors is None:
-        flags.num_actors = num_cores()
-    B, E = flags.batch_size, flags.envs_per_actor
-    if B % E:
-        divisor = next(d for d in range(min(B, E), 0, -1) if B % d == 0)
-        parser.error(
-            f"--batch_size is {B} but must be a multiple of --envs_per_actor ({E}): a "
-            f"buffer holds {E} rollouts. Try --envs_per_actor {divisor}."
-        )
-    if flags.num_buffers is None:
-        flags.num_buffers = 2 * flags.num_actors + 2 * (B // E)
-    if flags.num_buffers < flags.num_actors:
-        parser.error(
-            f"--num_buffers is {flags.num_buffers} but must not be below --num_actors "
-            f"({flags.num_actors}): each actor holds one. Try --num_buffers "
-            f"{2 * flags.num_actors + 2 * (B // E)}."
-        )
-    if flags.num_buffers * E < B:
-        parser.error(
-            f"--num_buffers is {flags.num_buffers}, {flags.num_buffers * E} rollouts, "
-            f"but a batch takes --batch_size ({B}). Try --num_buffers {2 * (B // E)}."
-        )
+    core.flags.set_actors(parser, flags)
     if flags.serial and (flags.num_learner_threads or 1) > 1:
         parser.error(
             f"--num_learner_threads is {flags.num_learner_threads} but --serial uses "
@@ -812,7 +771,7 @@ class Actors:
         self.slots = [ActorSlot(i, RestartBudget()) for i in range(flags.num_actors)]
         # Guards everything below, and the slots' `held` and `pipe`.
         self._changed = threading.Condition()
-        self._free = collections.deque(range(flags.num_buffers))
+        self._free = collections.deque(range(buffers.num_buffers))
         self._full: collections.deque[int] = collections.deque()
         self._served = 0
         self._waiting = 0
@@ -1011,7 +970,7 @@ class Actors:
     def stats(self) -> dict[str, Any]:
         """Return the log's columns about actors."""
         return {
-            "buffers_full": len(self._full),
+            "buffers_full": len(self._full) * self._flags.envs_per_actor,
             "actor_restarts": self.restarts,
             "rollouts_discarded": self.discarded,
         }
@@ -1183,7 +1142,7 @@ def create_buffers(
     """Check that the machine has what the run needs, say so, and allocate."""
     row, state = rollout_specs(flags, spaces, net)
     sizes = {
-        "num_buffers": flags.num_buffers,
+        "num_buffers": math.ceil(flags.num_buffers / flags.envs_per_actor),
         "unroll_length": flags.unroll_length,
         "envs_per_actor": flags.envs_per_actor,
     }
@@ -1272,6 +1231,7 @@ def describe(
     num = sum(p.numel() for p in learner.net.parameters())
     log.info("Run %s in %s, seed %d", flags.xpid, run_dir, flags.seed)
     log.info("Environment %s: %s, %s", flags.env, spaces.observation, spaces.action)
+    log.info(core.flags.describe_actors(flags))
     if atari_wrappers.is_atari(flags.env):
         log.info("Atari protocol: %s", atari_wrappers.describe(**atari_options(flags)))
     log.info(
@@ -1339,8 +1299,8 @@ def stage(flags: argparse.Namespace, actors: Actors) -> str:
     for pid in actors.pids():
         show_stacks(pid)
     full = actors.stats()["buffers_full"]
-    waits = full * flags.envs_per_actor >= flags.batch_size
-    return f"{'the learner' if waits else 'the actors'} ({full} buffers are full)"
+    waits = full >= flags.batch_size
+    return f"{'the learner' if waits else 'the actors'} ({full} rollouts wait)"
 
 
 # ---------------------------------------------------------------------------- serial

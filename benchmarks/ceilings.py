@@ -367,7 +367,10 @@ def settings_to_try(own: argparse.Namespace, batch_size: int) -> list[tuple[str,
 def autotune(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Change one flag after another and keep what is faster; print the flags."""
     flags = importlib.import_module(own.program).parse_flags(argv)
-    best: dict[str, Any] = {}
+    # Only both together say how many actor processes there are.
+    layout = ("num_actors", "envs_per_actor") if own.program == "monobeast" else ()
+    best: dict[str, Any] = {key: getattr(flags, key) for key in layout}
+    given = argv + [f"--{key}" for key in layout if "--num_actors" in argv]
     trials: list[tuple[dict[str, Any], float]] = []
 
     def trial(settings: dict[str, Any]) -> float:
@@ -384,7 +387,7 @@ def autotune(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
             if time.monotonic() > ends:
                 print(f"Out of time (--autotune_s {own.autotune_s:g}): --{key} untried")
                 break
-            if f"--{key}" in argv or value == getattr(flags, key, None):
+            if f"--{key}" in given or value == getattr(flags, key, None):
                 continue  # The user's choice, or what "as given" has tried.
             try:
                 rate = trial({**best, key: value})

@@ -17,6 +17,7 @@ from core.supervise import num_cores
 
 MAX_WHOLE = 10**18  # Fits into 64 bits, and 1e999999 does not take all the memory.
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+ENVS_PER_ACTOR = 8  # Unless flags say otherwise.
 
 
 def whole(at_least: int) -> Callable[[str], int]:
@@ -350,6 +351,87 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "the time that Python takes to launch it: inference (PolyBeast), and the "
         "gradient unless --use_lstm. Not for networks that look at what tensors hold",
     )
+
+
+def add_actor_flags(group: Any) -> None:
+    """Declare how many environments MonoBeast has and where, in a parser's group."""
+    group.add_argument(
+        "--num_actors",
+        type=whole(1),
+        metavar="A",
+        help="number of environments; the program chooses how many share a process, "
+        "and says so at the start. With --envs_per_actor E: number of processes, of E "
+        "environments each. Default: one process per core this program may use, of up "
+        f"to {ENVS_PER_ACTOR} environments",
+    )
+    group.add_argument(
+        "--envs_per_actor",
+        type=whole(1),
+        metavar="E",
+        help="environments that an actor process steps in turn, with one forward pass "
+        "for all. With it --num_actors counts processes, so there are A x E "
+        "environments. Must divide --batch_size",
+    )
+    group.add_argument(
+        "--num_buffers",
+        type=whole(1),
+        metavar="N",
+        help="rollouts in shared memory, rounded up to a multiple of the environments "
+        "in a process. More let actors run further ahead of the learner. Default: two "
+        "per environment and two batches",
+    )
+
+
+def set_actors(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Work out MonoBeast's actor processes, their environments and the buffers.
+
+    Afterwards `num_actors` counts processes of `envs_per_actor` environments each, so
+    that the two together, as a command line, mean the same again. `num_buffers` counts
+    rollouts. Exits with status 2 if they do not fit together.
+    """
+    A, B, E = flags.num_actors, flags.batch_size, flags.envs_per_actor
+    if E is not None and B % E:
+        parser.error(
+            f"--batch_size is {B} but must be a multiple of --envs_per_actor ({E}): an "
+            f"actor makes {E} rollouts at a time. Try --envs_per_actor "
+            f"{divisor(B, at_most=E)}."
+        )
+    if E is not None:
+        A = num_cores() if A is None else A
+    elif A is None:
+        A, E = num_cores(), divisor(B, at_most=ENVS_PER_ACTOR)
+    else:
+        # As few processes as keep all cores busy. In lock step one is, wherever the
+        # run goes on.
+        cores = 1 if flags.serial else num_cores()
+        E = divisor(math.gcd(A, B), at_most=max(1, A // cores))
+        A //= E
+    flags.num_actors, flags.envs_per_actor = A, E
+    advice = f"Try --num_buffers {2 * A * E + 2 * B}."
+    if flags.num_buffers is None:
+        flags.num_buffers = 2 * A * E + 2 * B
+    if flags.num_buffers < A * E:
+        parser.error(
+            f"--num_buffers is {flags.num_buffers} but must be at least the number of "
+            f"environments ({A * E}): each fills one. {advice}"
+        )
+    if flags.num_buffers < B:
+        parser.error(
+            f"--num_buffers is {flags.num_buffers} but must be at least --batch_size "
+            f"({B}): a batch takes as many. {advice}"
+        )
+
+
+def divisor(number: int, *, at_most: int) -> int:
+    """Return the largest divisor of `number` that is not above `at_most`."""
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
+
+
+def describe_actors(flags: argparse.Namespace) -> str:
+    """Say how `set_actors` has laid out the environments."""
+    A, E = flags.num_actors, flags.envs_per_actor
+    where = "groups in one process" if flags.serial else "processes"
+    return f"Actors: {A} {where}, environments in each: {E}, in all: {A * E}"
 
 
 def add_server_flags(group: Any) -> None:

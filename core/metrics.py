@@ -139,7 +139,7 @@ FIELDS = (
         "count",
         "rollouts left out so far because of --max_policy_lag; never learned from",
     ),
-    Field("buffers_full", "count", "rollout buffers waiting for the learner"),
+    Field("buffers_full", "count", "rollouts waiting for the learner"),
     Field("learner_busy", "share of time", "that an update is at work"),
     Field(
         "inference_busy",

@@ -162,6 +162,7 @@ class RolloutBuffers:
           state_spec: `[layers, E, hidden]` of each tensor of the recurrent state.
         """
         self._row_spec = row_spec
+        self.num_buffers = num_buffers
         self.unroll_length = unroll_length
         self._shared = SharedArrays(
             buffer_specs(
@@ -185,6 +186,7 @@ class RolloutBuffers:
     def __getstate__(self) -> dict[str, Any]:
         return {
             "_row_spec": self._row_spec,
+            "num_buffers": self.num_buffers,
             "unroll_length": self.unroll_length,
             "_shared": self._shared,
         }

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+import core.flags
 import monobeast
 from core import metrics
 from core.supervise import Exit, num_cores
@@ -60,13 +61,44 @@ def test_every_flag_of_torchbeast_has_its_meaning(flag, text, name, value):
     assert getattr(flags, name) == value
 
 
-def test_the_command_of_torchbeasts_readme_parses():
-    monobeast.parse_flags(
+def test_the_command_of_torchbeasts_readme_is_45_environments():
+    flags = monobeast.parse_flags(
         "--env PongNoFrameskip-v4 --num_actors 45 --total_steps 30000000 "
         "--learning_rate 0.0004 --epsilon 0.01 --entropy_cost 0.01 --batch_size 4 "
-        "--unroll_length 80 --num_buffers 60 --num_threads 4 --xpid example "
-        "--envs_per_actor 1".split()
+        "--unroll_length 80 --num_buffers 60 --num_threads 4 --xpid example".split()
     )
+    assert (flags.num_actors, flags.envs_per_actor) == (45, 1)  # gcd(45, 4) is 1.
+    assert flags.num_buffers == 60
+
+
+@pytest.mark.parametrize(
+    "argv, cores, actors, envs",
+    [
+        ("", 2, 2, 8),
+        ("", 32, 32, 8),
+        ("--batch_size 4", 2, 2, 4),
+        ("--batch_size 12", 2, 2, 6),
+        ("--num_actors 48", 2, 3, 16),  # As few processes as keep the cores busy.
+        ("--num_actors 48", 32, 48, 1),
+        ("--num_actors 256", 32, 32, 8),
+        ("--num_actors 16", 2, 2, 8),
+        ("--num_actors 1", 2, 1, 1),
+        ("--num_actors 3", 2, 3, 1),
+        ("--num_actors 16 --serial", 2, 1, 16),  # Whatever machine it goes on.
+        ("--num_actors 16 --serial", 32, 1, 16),
+        ("--num_actors 3 --envs_per_actor 4", 2, 3, 4),
+        ("--envs_per_actor 16", 2, 2, 16),
+    ],
+)
+def test_environments_are_put_into_processes(argv, cores, actors, envs, monkeypatch):
+    monkeypatch.setattr(core.flags, "num_cores", lambda: cores)
+    flags = monobeast.parse_flags(argv.split())
+    assert (flags.num_actors, flags.envs_per_actor) == (actors, envs)
+    recorded = [
+        f"--{key}={getattr(flags, key)}" for key in ("num_actors", "envs_per_actor")
+    ]
+    again = monobeast.parse_flags([*argv.split(), *recorded])
+    assert vars(again) | {"xpid": ""} == vars(flags) | {"xpid": ""}
 
 
 def test_the_defaults_are_the_papers_for_atari():
@@ -95,7 +127,7 @@ def test_the_defaults_are_the_papers_for_atari():
 def test_defaults_that_depend_on_others_are_filled_in():
     flags = monobeast.parse_flags(["--batch_size", "24", "--envs_per_actor", "3"])
     assert flags.num_actors == num_cores()
-    assert flags.num_buffers == 2 * flags.num_actors + 2 * (24 // 3)
+    assert flags.num_buffers == 2 * 3 * flags.num_actors + 2 * 24
     assert flags.num_learner_threads == 2
     assert re.fullmatch(r"torchbeast-\d{8}-\d{6}", flags.xpid)
     assert not flags.savedir.startswith("~")
@@ -232,17 +264,16 @@ BAD_COMBINATIONS = [
         ["--batch_size is 5", "--envs_per_actor (7)", "Try --envs_per_actor 5."],
     ),
     (
-        "--num_buffers 4 --num_actors 9 --batch_size 8 --envs_per_actor 4",
-        ["--num_buffers is 4", "--num_actors (9)", "Try --num_buffers 22."],
+        "--num_buffers 35 --num_actors 9 --batch_size 8 --envs_per_actor 4",
+        ["--num_buffers is 35", "environments (36)", "Try --num_buffers 88."],
     ),
     (
-        "--num_buffers 3 --num_actors 1 --batch_size 8 --envs_per_actor 2",
-        [
-            "--num_buffers is 3",
-            "6 rollouts",
-            "--batch_size (8)",
-            "Try --num_buffers 8.",
-        ],
+        "--num_buffers 6 --num_actors 7 --batch_size 7",
+        ["--num_buffers is 6", "environments (7)", "Try --num_buffers 28."],
+    ),
+    (
+        "--num_buffers 7 --num_actors 1 --batch_size 8 --envs_per_actor 2",
+        ["--num_buffers is 7", "--batch_size (8)", "Try --num_buffers 20."],
     ),
     (
         "--serial --num_learner_threads 3",
@@ -333,7 +364,7 @@ def test_graphs_need_a_gpu_and_a_gradient_that_is_always_the_same(monkeypatch, c
 
 def test_what_is_just_enough_is_accepted():
     monobeast.parse_flags(
-        "--num_actors 7 --num_buffers 7 --batch_size 21 --envs_per_actor 3 "
+        "--num_actors 7 --num_buffers 21 --batch_size 21 --envs_per_actor 3 "
         "--unroll_length 5 --total_steps 105".split()
     )
 
@@ -343,10 +374,11 @@ small = st.integers(1, 12)
 
 @hypothesis.given(
     sizes=st.fixed_dictionaries(
-        {"batch_size": small, "envs_per_actor": small, "unroll_length": small},
+        {"batch_size": small, "unroll_length": small},
         optional={
             "num_actors": small,
-            "num_buffers": st.integers(1, 30),
+            "envs_per_actor": small,
+            "num_buffers": st.integers(1, 60),
             "num_learner_threads": st.integers(1, 3),
             "total_steps": st.integers(1, 200),
         },
@@ -355,13 +387,19 @@ small = st.integers(1, 12)
 )
 @hypothesis.settings(deadline=None, max_examples=200, derandomize=True, database=None)
 def test_exactly_what_can_be_trained_is_accepted(sizes, serial):
-    B, E, T = (sizes[k] for k in ("batch_size", "envs_per_actor", "unroll_length"))
+    A, B, E, T = (
+        sizes.get(k)
+        for k in ("num_actors", "batch_size", "envs_per_actor", "unroll_length")
+    )
     argv = [f"--{name}={value}" for name, value in sizes.items()]
-    # Buffers for a whole batch, one for every actor, and at least one update.
+    if A is None:
+        total = num_cores() * (E or max(e for e in range(1, 9) if B % e == 0))
+    else:
+        total = A * (E or 1)
+    # Buffers for a whole batch, one for every environment, and at least one update.
     possible = (
-        B % E == 0
-        and sizes.get("num_buffers", 1000) >= sizes.get("num_actors", num_cores())
-        and sizes.get("num_buffers", 1000) >= B // E
+        (E is None or B % E == 0)
+        and sizes.get("num_buffers", 1000) >= max(total, B)
         and sizes.get("total_steps", 1000) >= B * T
         and not (serial and sizes.get("num_learner_threads", 1) > 1)
     )
@@ -372,7 +410,11 @@ def test_exactly_what_can_be_trained_is_accepted(sizes, serial):
         assert not possible
     else:
         assert possible
-        assert flags.num_buffers >= max(flags.num_actors, B // E)
+        assert flags.num_actors * flags.envs_per_actor == total
+        assert B % flags.envs_per_actor == 0
+        assert flags.num_buffers >= max(total, B)
+        if E is None:
+            sizes.pop("num_actors", None)
         assert {name: getattr(flags, name) for name in sizes} == sizes
 
 
@@ -418,7 +460,7 @@ def test_testing_takes_over_what_the_network_and_environment_depend_on(
 def test_any_run_that_was_trained_can_be_tested(trained, tmp_path):
     trained(
         "--xpid a --env Catch --batch_size 21 --envs_per_actor 7 --unroll_length 1 "
-        "--total_steps 21 --num_actors 1 --num_buffers 3 --serial"
+        "--total_steps 21 --num_actors 1 --num_buffers 21 --serial"
     )
     assert parse_test(tmp_path).env == "Catch"
 

@@ -30,8 +30,8 @@ FIRST_STEP += ["--learning_rate", 0.001, "--use_lstm"]
 BREAKOUT = ["--env", "MinAtar/Breakout-v1", "--total_steps", 200_000]
 BREAKOUT += ["--learning_rate", 0.002, "--entropy_cost", 0.02]
 SMALL = ["--batch_size", 8, "--epsilon", 0.001, "--seed", 1]
-# Two streams of 8 environments.
-POLYBEAST = ["--num_servers", 1, "--streams_per_server", 2]
+MONOBEAST = ["--num_actors", 1, "--envs_per_actor", 8]
+POLYBEAST = ["--num_servers", 1, "--streams_per_server", 2]  # Of 8 environments each.
 
 
 class FirstStep(gym.Env):
@@ -61,7 +61,7 @@ def train(start, tmp_path):
     """Train with flags to the end; return the mean return of the last 100 games."""
 
     def train(*argv, module: str = "monobeast") -> float:
-        few = POLYBEAST if module == "polybeast" else ["--num_actors", 1]
+        few = POLYBEAST if module == "polybeast" else MONOBEAST
         program = start("--xpid", "learns", *few, *SMALL, *argv, module=module)
         # On a machine with other work this may take minutes.
         assert program.wait(deadline_s=300) == 0, program.text()

@@ -42,7 +42,7 @@ class Pool:
         self.buffers = rollouts.RolloutBuffers(
             row,
             state,
-            num_buffers=flags.num_buffers,
+            num_buffers=flags.num_buffers // E,
             unroll_length=T,
             envs_per_actor=E,
         )
@@ -145,8 +145,8 @@ def test_a_hundred_killed_actors_tear_no_rollout_and_block_nobody():
         before = learned
         while learned < before + 10:
             consume()
-        assert pool.buffers_accounted_for() == pool.flags.num_buffers
-        assert actors.received == learned + actors.stats()["buffers_full"]
+        assert pool.buffers_accounted_for() == pool.buffers.num_buffers
+        assert actors.received == learned + actors.stats()["buffers_full"] // E
         assert actors.discarded <= 100
 
 

@@ -326,6 +326,7 @@ def test_both_trainers_are_stopped_resumed_and_finished(toml, tmp_path, start_sw
         log_interval_s = 0
         [flags.monobeast]
         num_actors = 1
+        envs_per_actor = 8
         [flags.polybeast]
         num_servers = 1
         [grid]

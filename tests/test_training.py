@@ -405,6 +405,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(
     program = start(*ASYNC, *fast, "--env", env, "--xpid", "x")
     assert program.wait() == 70, program.text()
     text = program.text()
+    assert "Actors: 1 processes, environments in each: 2, in all: 2" in text
     assert "ActorError" in text and "5 times in a row" in text
     assert "OSError: the simulator is out of coffee" in text
     assert load(tmp_path / "runs" / "x").step == 0
@@ -719,7 +720,7 @@ def test_a_run_unpickles_nothing(start, tmp_path):
 def test_test_mode_agrees_with_training(start, tmp_path):
     """The flags of training are found in meta.json: only --xpid is repeated."""
     flags = ["--env", "Catch", "--xpid", "x", "--seed", 1, "--serial"]
-    flags += ["--num_actors", 1, "--batch_size", 8, "--total_steps", 50_000]
+    flags += ["--num_actors", 8, "--batch_size", 8, "--total_steps", 50_000]
     program = start(*flags, "--learning_rate", 0.002, "--epsilon", 0.001)
     assert program.wait() == 0, program.text()
     trained = float(log_rows(tmp_path / "runs" / "x")[-1]["mean_episode_return"])

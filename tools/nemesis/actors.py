@@ -101,9 +101,9 @@ def replaced(name: str, ours: Any):
 class WatchedActors(monobeast.Actors):
     """Actors that remember which buffers learner threads have."""
 
-    def __init__(self, flags: argparse.Namespace, *args: Any, **kwargs: Any):
-        super().__init__(flags, *args, **kwargs)
-        self.num_buffers = flags.num_buffers
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.num_buffers = len(self._free)
         self._taken: list[int] = []
 
     def take(self, n: int) -> list[int]:

@@ -30,7 +30,7 @@ MB_PER_HOUR = 1.0
 NUM_WORKERS = 3
 TRAINERS = {
     "polybeast": ["--num_servers", str(NUM_WORKERS)],
-    "monobeast": ["--num_actors", str(NUM_WORKERS)],
+    "monobeast": ["--num_actors", str(NUM_WORKERS), "--envs_per_actor", "8"],
 }
 CHECKPOINTS = ["--checkpoint_interval_s", "60"]
 
