@@ -71,6 +71,7 @@ SPARE_THREADS = 16  # For Describe, health checks, and streams that are being re
 MAX_INFO_KEYS = 1000
 MAX_WATCHERS = 4  # Health.Watch takes a thread for as long as it lasts.
 UNIX_PATH_NBYTES = 107  # sockaddr_un in Linux; others have less.
+DEFAULT_ADDRESS = "unix:/tmp/polybeast"  # TorchBeast's.
 
 KEEPALIVE_S = 10.0
 
@@ -259,13 +260,14 @@ class Server:
     which begin with it and end with it.
 
     Args:
-      env_init: creates one environment, of Gymnasium or classic gym.
+      env_class: creates one environment, of Gymnasium or classic gym: its class, or a
+        function.
       server_address: host:port or unix:/path.
       num_envs: K, the environments of a stream. They are stepped in turn.
       num_streams: S, how many streams there may be at a time.
       name: of the environment; by default it is asked for its own.
       frames_per_step: emulator frames behind a step, for the learner's count.
-      vector: `env_init` creates all environments of a stream at once, and is called
+      vector: `env_class` creates all environments of a stream at once, and is called
         like `Environments` without its first argument.
       tls_dir: a folder with ca.pem, cert.pem and key.pem: over TCP, serve nobody who
         does not show a certificate of that CA, and encrypt.
@@ -279,8 +281,8 @@ class Server:
 
     def __init__(
         self,
-        env_init: Callable[..., Any],
-        server_address: str,
+        env_class: Callable[..., Any],
+        server_address: str = DEFAULT_ADDRESS,
         *,
         num_envs: int = 1,
         num_streams: int = 1,
@@ -293,7 +295,7 @@ class Server:
         keepalive_s: float = KEEPALIVE_S,
     ):
         self.address = server_addresses(server_address, 1)[0]
-        self._make = env_init if vector else functools.partial(Environments, env_init)
+        self._make = env_class if vector else functools.partial(Environments, env_class)
         self._num_envs = num_envs
         self._num_streams = num_streams
         self._name = name

@@ -163,14 +163,10 @@ def _call(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> gy
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         kwargs = {key: value for key, value in kwargs.items() if key in parameters}
     env = function(**kwargs)
-    needed = ("reset", "step", "observation_space", "action_space")
-    missing = [attribute for attribute in needed if not hasattr(env, attribute)]
-    if missing:
-        raise ValueError(
-            f"--env {name} returned a {type(env).__name__} without "
-            f"{', '.join(missing)}; expected an environment"
-        )
-    return adapt(env)
+    try:
+        return adapt(env)
+    except ValueError as error:
+        raise ValueError(f"--env {name}: {error}") from None
 
 
 def _unknown(name: str, names: list[str]) -> str:
@@ -220,7 +216,19 @@ class MinAtar(gym.Wrapper):
 
 
 def adapt(env: Any) -> gym.Env:
-    """Return `env` itself if it is Gymnasium's, else `env` behind a `ClassicGym`."""
+    """Return `env` itself if it is Gymnasium's, else `env` behind a `ClassicGym`.
+
+    Raises:
+      ValueError: `env` lacks a method or a space, or has a space of another kind.
+    """
+    needed = ("reset", "step", "observation_space", "action_space")
+    missing = [attribute for attribute in needed if not hasattr(env, attribute)]
+    if missing:
+        raise ValueError(
+            f"{type(env).__name__} has no {', '.join(missing)}; expected an "
+            "environment of Gymnasium or classic gym. Set observation_space and "
+            "action_space when it is made: the learner builds its model from them."
+        )
     return env if isinstance(env, gym.Env) else ClassicGym(env)
 
 
@@ -289,7 +297,9 @@ class ClassicGym(gym.Env):
         return self.env.render(mode="rgb_array")
 
     def close(self) -> None:
-        self.env.close()
+        # Environments written for TorchBeast may have nothing but reset and step.
+        if hasattr(self.env, "close"):
+            self.env.close()
 
 
 def convert_space(space: Any) -> gym.Space:

@@ -20,10 +20,12 @@ namespace torchbeast {
 
 // FIFO between actor threads (enqueue) and learner threads (dequeue_many) of
 // nests, which leave it joined into batches. Thread-safe.
-//   enqueue       waits while `maximum_queue_size` rows or more are queued.
+//   enqueue       waits while `maximum_queue_size` rows or more are queued. The
+//                 constructor refuses fewer than `maximum_batch_size`.
 //   enqueue_now   never waits: for who asks has_room() first.
 //   dequeue_many  waits for `minimum_batch_size` rows; or, with `timeout_ms`,
-//                 until the oldest item has been queued for so long. Takes
+//                 until the oldest item has been queued for so long (0: until
+//                 there is one). Takes
 //                 whole items, in order, while `maximum_batch_size` is not
 //                 exceeded. So a batch is smaller than the minimum only after
 //                 a timeout, or where the next item would be too much.

@@ -681,7 +681,7 @@ void bind_dynamic_batcher(py::module_& m) {
             Nest outputs = to_nest(nest);
             call_without_gil([&] { self->set_outputs(std::move(outputs)); });
           },
-          py::arg("nest"), "Hand each caller its rows. Does not block.");
+          py::arg("outputs"), "Hand each caller its rows. Does not block.");
 
   py::class_<DynamicBatcher, Batcher>(
       m, "DynamicBatcher",

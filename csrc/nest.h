@@ -36,7 +36,8 @@ struct Structure {
   static Ptr dict(std::map<std::string, Ptr> children);
 };
 
-// The kinds, keys and nesting. Not the arrays, and not `type`.
+// The kinds, keys and nesting; a tuple equals a list, as in Python's `nest`.
+// Not the arrays, and not `type`.
 bool equal(const Structure& a, const Structure& b);
 
 std::string describe(const Structure& structure);  // "({a: *, b: *}, *)"
@@ -95,8 +96,12 @@ inline Structure::Ptr Structure::dict(std::map<std::string, Ptr> children) {
 }
 
 inline bool equal(const Structure& a, const Structure& b) {
+  using Kind = Structure::Kind;
+  const auto kind = [](const Structure& structure) {
+    return structure.kind == Kind::kList ? Kind::kTuple : structure.kind;
+  };
   if (&a == &b) return true;
-  if (a.kind != b.kind || a.keys != b.keys ||
+  if (kind(a) != kind(b) || a.keys != b.keys ||
       a.children.size() != b.children.size()) {
     return false;
   }

@@ -160,16 +160,13 @@ inline const QueueOptions& checked(const QueueOptions& options) {
              std::to_string(options.minimum_batch_size) + ")",
          options.maximum_batch_size);
   if (options.timeout_ms) {
-    expect(*options.timeout_ms >= 1, "Timeout must be >= 1 ms",
+    expect(*options.timeout_ms >= 0, "Timeout must be >= 0 ms",
            *options.timeout_ms);
   }
   if (options.maximum_queue_size) {
-    expect(*options.maximum_queue_size >= 1, "Max queue size must be >= 1",
-           *options.maximum_queue_size);
-    expect(*options.maximum_queue_size >= options.minimum_batch_size,
-           "Max queue size must be >= min batch size (" +
-               std::to_string(options.minimum_batch_size) +
-               "), or batches never fill",
+    expect(*options.maximum_queue_size >= options.maximum_batch_size,
+           "Max queue size must be >= max batch size (" +
+               std::to_string(options.maximum_batch_size) + ")",
            *options.maximum_queue_size);
   }
   return options;

@@ -32,10 +32,11 @@ class BatchingQueue:
       minimum_batch_size: rows that a batch waits for.
       maximum_batch_size: rows that a batch never exceeds.
       timeout_ms: once the oldest nest has been queued for so long, a batch does not
-        wait for minimum_batch_size. None: it always waits.
+        wait for minimum_batch_size. 0: it never waits. None: it always does.
       check_inputs: compare structure, dtypes and the other axes with what is queued.
         Otherwise a batch that does not fit together raises where it comes out.
-      maximum_queue_size: `enqueue` waits while so many rows are queued. None: never.
+      maximum_queue_size: `enqueue` waits while so many rows are queued. At least
+        maximum_batch_size. None: it never waits.
       allocate: returns memory of this many bytes, as a uint8 tensor on the CPU or an
         object with a writable buffer, aligned to 16 bytes; batches are made in it,
         again and again. For page-locked memory, for instance:
@@ -152,7 +153,7 @@ class Batch:
 
     def get_inputs(self) -> Any:
         """Return the inputs `[.., rows, ..]`. Does not block."""
-    def set_outputs(self, nest: Any) -> None:
+    def set_outputs(self, outputs: Any) -> None:
         """Hand each caller its rows of a nest of arrays `[.., rows, ..]`.
 
         The nest may be another one than that of the inputs. Does not block. After the

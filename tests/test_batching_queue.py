@@ -30,8 +30,11 @@ def item(value: int, rows: int = 1) -> torch.Tensor:
             {"minimum_batch_size": 3, "maximum_batch_size": 2},
             r"Max batch size must be >= min batch size \(3\), got 2",
         ),
-        ({"timeout_ms": 0}, "Timeout must be >= 1 ms, got 0"),
-        ({"maximum_queue_size": 0}, "Max queue size must be >= 1, got 0"),
+        ({"timeout_ms": -1}, "Timeout must be >= 0 ms, got -1"),
+        (
+            {"maximum_batch_size": 3, "maximum_queue_size": 2},
+            r"Max queue size must be >= max batch size \(3\), got 2",
+        ),
     ],
 )
 def test_arguments_without_sense_are_refused(arguments, message):
@@ -72,6 +75,15 @@ def test_a_batch_has_the_structure_of_its_first_item():
         assert torch.equal(leaf, torch.cat([item(10 + i), item(20 + i)], dim=1))
 
 
+def test_lists_and_tuples_match():
+    queue = BatchingQueue(minimum_batch_size=2)
+    queue.enqueue((item(1), [item(2)]))
+    queue.enqueue([item(3), (item(4),)])
+    first, (second,) = next(queue)
+    assert first[0].tolist() == [1, 3]
+    assert second[0].tolist() == [2, 4]
+
+
 def test_items_of_several_rows_stay_whole():
     queue = BatchingQueue(minimum_batch_size=3, maximum_batch_size=4)
     for rows in (2, 3, 1):
@@ -83,8 +95,9 @@ def test_items_of_several_rows_stay_whole():
     assert queue.dequeued() == 6
 
 
-def test_timeout_hands_out_a_smaller_batch():
-    queue = BatchingQueue(minimum_batch_size=2, timeout_ms=1)
+@pytest.mark.parametrize("timeout_ms", [0, 1])
+def test_timeout_hands_out_a_smaller_batch(timeout_ms):
+    queue = BatchingQueue(minimum_batch_size=2, timeout_ms=timeout_ms)
     queue.enqueue(item(7))
     assert torch.equal(next(queue), item(7))
 
@@ -120,7 +133,7 @@ def test_close_ends_every_loop_over_the_queue(background):
 
 
 def test_close_wakes_a_blocked_enqueue(background):
-    queue = BatchingQueue(maximum_queue_size=1)
+    queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
     queue.enqueue(item(1))
     enqueued = background(queue.enqueue, item(2))
     wait_until(lambda: queue.num_waiting() == 1)

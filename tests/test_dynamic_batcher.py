@@ -45,7 +45,7 @@ def test_arguments_without_sense_are_refused():
     with pytest.raises(ValueError, match="Max batch size must be >= min"):
         DynamicBatcher(minimum_batch_size=3, maximum_batch_size=2)
     with pytest.raises(ValueError, match="Timeout"):
-        DynamicBatcher(timeout_ms=0)
+        DynamicBatcher(timeout_ms=-1)
 
 
 def test_arguments_may_be_given_by_position(background):
@@ -53,7 +53,7 @@ def test_arguments_may_be_given_by_position(background):
     answer = background(batcher.compute, torch.ones(2, 7))
     batch = next(batcher)
     assert batch.get_inputs().shape == (2, 7)
-    batch.set_outputs(torch.zeros(2))
+    batch.set_outputs(outputs=torch.zeros(2))
     assert answer.result(DEADLINE_S).shape == (2,)
 
 

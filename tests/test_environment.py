@@ -896,6 +896,7 @@ def test_classic_wrappers_with_kwargs_do_not_hide_how_to_seed():
             self.unwrapped = env
             self.observation_space = env.observation_space
             self.action_space = env.action_space
+            self.step = env.step
             self.seed = env.seed
 
         def reset(self, **kwargs):
@@ -912,6 +913,7 @@ def test_classic_env_that_only_takes_kwargs_is_seeded_through_them():
             self.env = env
             self.observation_space = env.observation_space
             self.action_space = env.action_space
+            self.step = env.step
 
         def reset(self, **kwargs):
             return self.env.reset(**kwargs)
@@ -1078,7 +1080,7 @@ def test_make_takes_an_id_that_a_module_registers(user_module):
         ("tests.no_such:make", "no module 'tests.no_such'"),
         ("tests.counting_env:mak", "no function 'mak'.*Did you mean make"),
         ("tests.counting_env:LIVES", "expected a function, got 2"),
-        ("fractions:Fraction", "returned a Fraction without reset, step"),
+        ("fractions:Fraction", "Fraction has no reset, step, observation_space"),
         ("gym:CartPole-v1", r"pip install -e .\[classic\]"),
     ],
 )

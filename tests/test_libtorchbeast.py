@@ -238,7 +238,7 @@ class Blocked:
     """A call that blocks, how to see that it does, and how to end it."""
 
     def __init__(self, kind: str):
-        self.queue = BatchingQueue(maximum_queue_size=1)
+        self.queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
         self.batcher = DynamicBatcher()
         self.is_waiting = lambda: self.queue.num_waiting() == 1
         self.end = self.queue.close
@@ -449,7 +449,9 @@ def start(function, *args):
     threading.Thread(target=function, args=args, daemon=True).start()
 
 x = np.ones((1, 1))
-full = lib.BatchingQueue(maximum_queue_size=1, allocate=bytearray)
+full = lib.BatchingQueue(
+    maximum_batch_size=1, maximum_queue_size=1, allocate=bytearray
+)
 full.enqueue(x)
 empty = lib.BatchingQueue()
 unanswered = lib.DynamicBatcher(minimum_batch_size=3, timeout_ms=None)

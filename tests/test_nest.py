@@ -69,17 +69,29 @@ def test_map_many_without_a_nest_is_an_error():
 @pytest.mark.parametrize(
     "other, difference",
     [
-        ({"a": (1,)}, r"at nest\['a'\]: tuple of 2 vs tuple of 1"),
-        ({"a": [1, 2]}, r"at nest\['a'\]: tuple of 2 vs list of 2"),
-        ({"a": ((1,), 2)}, r"at nest\['a'\]\[0\]: leaf vs tuple of 1"),
+        ({"a": (1,)}, r"at nest\['a'\]: sequence of 2 vs sequence of 1"),
+        ({"a": ([1], 2)}, r"at nest\['a'\]\[0\]: leaf vs sequence of 1"),
         ({"b": (1, 2)}, r"at nest: dict with keys \['a'\] vs dict with keys \['b'\]"),
-        (((1, 2),), "at nest: dict with keys .* vs tuple of 1"),
+        (((1, 2),), "at nest: dict with keys .* vs sequence of 1"),
         (3, "at nest: dict with keys .* vs leaf"),
     ],
 )
 def test_map_many_says_where_nests_differ(other, difference):
     with pytest.raises(ValueError, match=difference):
         nest.map_many(sum, {"a": (1, 2)}, {"a": (3, 4)}, other)
+
+
+def test_lists_and_tuples_match():
+    assert nest.map_many(sum, (1, [2, 3]), [4, (5, 6)]) == (5, [7, 9])
+
+
+def test_map_many2_gives_the_leaves_of_two_nests_as_arguments():
+    second = {"x": [10, 20]}
+    assert nest.map_many2(divmod, {"x": Pair(25, 50)}, second) == {
+        "x": Pair((2, 5), (2, 10))
+    }
+    with pytest.raises(ValueError, match="sequence of 1 vs sequence of 2"):
+        nest.map_many2(divmod, (1,), (1, 2))
 
 
 def test_pack_as_takes_any_iterable():

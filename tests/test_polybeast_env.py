@@ -785,6 +785,39 @@ def test_an_address_of_another_machine_is_named():
     refused("192.0.2.1:4431", said, insecure=True)
 
 
+class OnlyResetAndStep:
+    """An environment as TorchBeast asked for, which knows nothing of spaces."""
+
+    def reset(self):
+        return np.zeros(2, np.float32)
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, {}
+
+
+def test_environment_without_spaces_is_refused_with_a_remedy(folder):
+    server = env_server.Server(OnlyResetAndStep, f"unix:{folder}/s")
+    said = "OnlyResetAndStep has no observation_space, action_space; .* Set"
+    with pytest.raises(ConfigError, match=said):
+        server.start()
+
+
+@pytest.mark.filterwarnings("ignore:.* takes no seed")
+def test_environment_needs_only_reset_step_and_spaces(folder):
+    class Env(OnlyResetAndStep):
+        observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+        action_space = gym.spaces.Discrete(3)
+
+    server = env_server.Server(env_class=Env, server_address=f"unix:{folder}/s")
+    server.start()
+    server.stop()
+    server.run()
+
+
+def test_default_address_is_torchbeasts():
+    assert env_server.Server(counting_env.make).address == "unix:/tmp/polybeast"
+
+
 def test_spaces_that_cannot_travel_are_named(folder):
     def make():
         return Echo(gym.spaces.Text(5))

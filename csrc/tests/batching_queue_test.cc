@@ -82,12 +82,10 @@ TEST(bad_options_are_refused) {
                make({.minimum_batch_size = 0}));
   CHECK_THROWS(Error, "Max batch size must be >= min batch size (5), got 3",
                make({.minimum_batch_size = 5, .maximum_batch_size = 3}));
-  CHECK_THROWS(Error, "Timeout must be >= 1 ms, got 0",
-               make({.timeout_ms = 0}));
-  CHECK_THROWS(Error, "Max queue size must be >= 1, got 0",
-               make({.maximum_queue_size = 0}));
-  CHECK_THROWS(Error, "Max queue size must be >= min batch size (3)",
-               make({.minimum_batch_size = 3, .maximum_queue_size = 2}));
+  CHECK_THROWS(Error, "Timeout must be >= 0 ms, got -1",
+               make({.timeout_ms = -1}));
+  CHECK_THROWS(Error, "Max queue size must be >= max batch size (3), got 2",
+               make({.maximum_batch_size = 3, .maximum_queue_size = 2}));
   CHECK_THROWS(Error, "Batch dim must be >= 0, got -1",
                make({.batch_dim = -1}));
 }
@@ -230,6 +228,14 @@ TEST(a_timeout_ends_the_wait_for_the_minimum) {
         std::chrono::milliseconds(20));
 }
 
+TEST(a_timeout_of_zero_waits_for_the_first_item_only) {
+  BatchingQueue queue({.minimum_batch_size = 3, .timeout_ms = 0});
+  auto batch = background([&] { return dequeue_values(queue); });
+  wait_until([&] { return queue.num_waiting() == 1; });
+  queue.enqueue(row_nest({1}));
+  CHECK((batch.get() == Values{1}));
+}
+
 TEST(a_timeout_counts_from_the_arrival_of_the_oldest_item) {
   BatchingQueue queue({.minimum_batch_size = 3, .timeout_ms = 20});
   auto consumer = background([&] {
@@ -314,14 +320,14 @@ TEST(enqueue_waits_while_the_queue_is_full) {
 }
 
 TEST(enqueue_now_does_not_wait) {
-  BatchingQueue queue({.maximum_queue_size = 1});
-  queue.enqueue(row_nest({1}));
-  queue.enqueue_now(row_nest({2, 3}));
+  BatchingQueue queue({.maximum_batch_size = 2, .maximum_queue_size = 2});
+  queue.enqueue(row_nest({1, 2}));
+  queue.enqueue_now(row_nest({3}));
   CHECK_EQ(queue.size(), 3);
 }
 
 TEST(room_for_several_wakes_several) {
-  BatchingQueue queue({.maximum_queue_size = 3});
+  BatchingQueue queue({.maximum_batch_size = 3, .maximum_queue_size = 3});
   queue.enqueue(row_nest({1, 2, 3}));
   std::vector<std::future<void>> producers;
   for (int64_t i = 0; i < 3; ++i) {
@@ -359,7 +365,7 @@ TEST(a_bad_item_that_had_to_wait_does_not_cost_others_their_turn) {
 }
 
 TEST(listeners_hear_of_room_and_of_closing) {
-  BatchingQueue queue({.maximum_queue_size = 1});
+  BatchingQueue queue({.maximum_batch_size = 1, .maximum_queue_size = 1});
   int rooms = 0;
   int closings = 0;
   queue.on_change([&] {
@@ -470,7 +476,7 @@ TEST(rows_that_find_no_memory_are_counted_as_dropped) {
 // Ctrl-C.
 
 TEST(interrupted_waits_end_alone) {
-  BatchingQueue queue({.maximum_queue_size = 1});
+  BatchingQueue queue({.maximum_batch_size = 1, .maximum_queue_size = 1});
   auto consume = [&] { return dequeue_values(queue); };
   auto produce = [&] { queue.enqueue(row_nest({1})); };
   auto interrupted = [](auto fn) {
@@ -559,7 +565,7 @@ TEST(close_wakes_consumers_that_wait_for_a_timeout) {
 }
 
 TEST(close_wakes_waiting_producers) {
-  BatchingQueue queue({.maximum_queue_size = 1});
+  BatchingQueue queue({.maximum_batch_size = 1, .maximum_queue_size = 1});
   queue.enqueue(row_nest({1}));
   std::vector<std::future<void>> producers;
   for (int i = 0; i < 3; ++i) {
@@ -612,7 +618,7 @@ TEST(items_are_destroyed_without_the_lock) {
 TEST(destruction_lets_waiters_leave) {
   for (int round = 0; round < 20; ++round) {
     auto queue = std::make_unique<BatchingQueue>(
-        QueueOptions{.minimum_batch_size = 1, .maximum_queue_size = 1});
+        QueueOptions{.maximum_batch_size = 1, .maximum_queue_size = 1});
     auto& inside = *queue;
     std::vector<std::future<bool>> consumers;
     for (int i = 0; i < 3; ++i) {
@@ -626,8 +632,8 @@ TEST(destruction_lets_waiters_leave) {
 }
 
 TEST(destruction_lets_waiting_producers_leave) {
-  auto queue =
-      std::make_unique<BatchingQueue>(QueueOptions{.maximum_queue_size = 1});
+  auto queue = std::make_unique<BatchingQueue>(
+      QueueOptions{.maximum_batch_size = 1, .maximum_queue_size = 1});
   auto& inside = *queue;
   inside.enqueue(row_nest({1}));
   auto producer = background([&] { inside.enqueue(row_nest({2})); });
@@ -708,21 +714,23 @@ TEST(every_item_arrives_once_at_several_consumers) {
   check_identity({.minimum_batch_size = 4, .maximum_batch_size = 7}, 3, 3, 300);
 }
 
-TEST(every_item_arrives_once_through_a_queue_of_one) {
-  check_identity({.maximum_batch_size = 3, .maximum_queue_size = 1}, 3, 2, 200);
+TEST(every_item_arrives_once_through_a_queue_of_three) {
+  check_identity({.maximum_batch_size = 3, .maximum_queue_size = 3}, 3, 2, 200);
 }
 
 TEST(every_item_arrives_once_with_timeouts) {
   check_identity({.minimum_batch_size = 5,
                   .maximum_batch_size = 6,
                   .timeout_ms = 1,
-                  .maximum_queue_size = 5},
+                  .maximum_queue_size = 6},
                  3, 3, 200);
 }
 
 TEST(closing_at_any_moment_loses_no_row_of_the_count) {
   for (int round = 0; round < 30; ++round) {
-    BatchingQueue queue({.minimum_batch_size = 2, .maximum_queue_size = 3});
+    BatchingQueue queue({.minimum_batch_size = 2,
+                         .maximum_batch_size = 3,
+                         .maximum_queue_size = 3});
     auto producer = background([&] {
       int64_t rows = 0;
       try {

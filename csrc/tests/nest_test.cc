@@ -79,7 +79,8 @@ TEST(structures_are_equal_by_kind_keys_and_nesting) {
   CHECK(equal(*example(), *example()));
   CHECK(equal(*Structure::tuple({leaf}),
               *Structure::tuple({leaf}, std::make_shared<int>(3))));
-  CHECK(!equal(*Structure::tuple({leaf}), *Structure::list({leaf})));
+  CHECK(equal(*Structure::tuple({leaf}), *Structure::list({leaf})));
+  CHECK(!equal(*Structure::list({leaf}), *Structure::dict({{"a", leaf}})));
   CHECK(!equal(*Structure::tuple({leaf}), *leaf));
   CHECK(!equal(*Structure::tuple({leaf}), *Structure::tuple({leaf, leaf})));
   CHECK(

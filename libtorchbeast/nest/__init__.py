@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nests: tuples, lists, namedtuples and dicts, any way into each other.
 
+Several nests match if they have the same keys and lengths everywhere; a tuple matches
+a list.
+
 Whatever is none of these is a leaf. Leaves have an order: depth first, the entries of
 a dict by sorted key. Results are made of the same kinds; a namedtuple stays the
 namedtuple it was.
@@ -27,11 +30,20 @@ def map_many(function: Callable[[list], Any], *nests: Any) -> Any:
     `nest.map_many(torch.cat, a, b)` concatenates two nests leaf by leaf.
 
     Raises:
-      ValueError: there is no nest, or they do not all have the same structure.
+      ValueError: there is no nest, or they do not match.
     """
     if not nests:
         raise ValueError("Expected at least one nest, got none")
     return _map_many(function, nests, "")
+
+
+def map_many2(function: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """Return a nest like the first, made of `function(leaf, leaf of the second)`.
+
+    Raises:
+      ValueError: the nests do not match.
+    """
+    return map_many(lambda leaves: function(*leaves), first, second)
 
 
 def flatten(nest: Any) -> list:
@@ -116,6 +128,5 @@ def _shape(nest: Any) -> str:
     if isinstance(nest, dict):
         return f"dict with keys {sorted(nest)}"
     if isinstance(nest, tuple | list):
-        kind = "tuple" if isinstance(nest, tuple) else "list"
-        return f"{kind} of {len(nest)}"
+        return f"sequence of {len(nest)}"
     return "leaf"
