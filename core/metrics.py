@@ -69,7 +69,12 @@ class Field(NamedTuple):
 # The columns of logs.csv in order, and the glossary. "Since the last row" means over
 # all updates between two rows.
 FIELDS = (
-    Field("step", "agent steps", "actions learned from so far, over all environments"),
+    Field(
+        "step",
+        "agent steps",
+        "transitions learned from so far, over all environments. The row that follows "
+        "a truncated one is a reset and no step",
+    ),
     Field("frames", "frames", "emulator frames behind them; Atari: 4 per step"),
     Field("time_s", "s", "training time so far, without the pauses between resumes"),
     Field("sps", "agent steps/s", "steps per second since the last row"),

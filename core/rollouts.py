@@ -28,7 +28,8 @@ zero it where `done`.
 Termination and truncation differ (Pardo et al. 2018). On termination the reset
 observation takes the next row (done). On truncation two rows follow: the final
 observation (truncated, with the last reward), then the reset observation (done, reward
-0). The step between those two is no transition; `core.losses` gives it no weight.
+0). The step between those two is no transition: `core.losses` gives it no weight, and
+`core.run.Learner.update` does not count it.
 """
 
 import math

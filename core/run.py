@@ -74,7 +74,7 @@ class Learner:
         self._flags = flags
         self.lock = threading.Lock()
         # Guarded by `lock`:
-        self.step = 0  # Agent steps learned from.
+        self.step = 0  # Agent steps learned from: transitions, not rows.
         self.updates = 0  # Optimizer steps: the version of the weights.
         self.skipped = 0  # Updates left out because something was not finite.
         self.skipped_in_a_row = 0
@@ -156,8 +156,8 @@ class Learner:
         else:
             self.skipped += 1
             self.skipped_in_a_row += 1
-        T, B = batch["done"][1:].shape
-        self.step += T * B
+        # What starts at a truncated row is no transition (the table in core.rollouts).
+        self.step += int(np.count_nonzero(~batch["truncated"][:-1]))
         self._record(loss, len(parts), grad_norm, batch)
         self.averages.add(policy_lag_mean=lag.mean())
         self.averages.add_max(policy_lag_max=lag.max())

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -311,6 +312,34 @@ def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
         gradients.append([p.grad.clone() for p in learner.net.parameters()])
     for whole, pieces in zip(*gradients):
         torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [monobeast, polybeast])
+def test_a_step_is_one_that_an_environment_took(module):
+    """The row after a truncated one shows the reset, and no step led to it."""
+    env_steps = 0
+
+    class Env(gym.Wrapper):
+        def step(self, action):
+            nonlocal env_steps
+            env_steps += 1
+            return super().step(action)
+
+    flags = make_flags("tests.counting_env:make_truncating", "--serial")
+    flags.learner_device = "cpu"
+    spaces = monobeast.read_spaces(flags)
+    learner = module.create_learner(flags, spaces)
+    buffers = monobeast.create_buffers(flags, spaces, learner.net)
+    actor = monobeast.create_serial_actors(flags, learner, buffers)[0]
+    actor.envs.envs = [Env(env) for env in actor.envs.envs]
+    for updates in range(1, 10):
+        actor.unroll(0)
+        batch = buffers.rollout(0)
+        if module is polybeast:
+            batch = map_nest(torch.from_numpy, batch)
+        module.learn(flags, learner, batch, ())
+        assert (learner.step, learner.updates) == (env_steps, updates)
+    assert env_steps < updates * T * E  # There were such rows.
 
 
 @pytest.mark.parametrize("module", [monobeast, polybeast])

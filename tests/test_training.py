@@ -147,7 +147,7 @@ def test_two_serial_runs_with_one_seed_are_bitwise_equal(start, tmp_path, flags)
     ]
     assert [program.wait() for program in programs] == [0, 0, 0], programs[0].text()
     a, b, c = (tmp_path / "runs" / xpid for xpid in seeds)
-    assert load(a).state["learner"]["updates"] == 400 // BATCH
+    assert load(a).state["learner"]["updates"] >= 400 // BATCH  # Resets are no steps.
     assert differences(a, b) == []
     assert "model/policy.weight" in differences(a, c)
 
