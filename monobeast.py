@@ -65,7 +65,7 @@ from core import checkpoint, environment, evaluation, gpu, losses, metrics, roll
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
 from core.run import Learner, Run, compute_on, naming_memory, run_program, seed_rng
-from core.spaces import ArraySpec, Nest, leaves, map_nest, row_spec
+from core.spaces import ArraySpec, Nest, flat_ranges, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
     Exit,
@@ -287,8 +287,8 @@ class ImageTorso(nn.Module):
     """What the convolutional torsos share: layout, scaling, the size of the end.
 
     Takes [N, C, H, W] or [N, H, W, C], whichever axis is the smaller (the last if they
-    are equal); integers are divided by 255. Convolutions run channels-last, three times
-    as fast on a CPU.
+    are equal); integers are scaled by the range of the space. Convolutions run
+    channels-last, three times as fast on a CPU.
     """
 
     name: str  # Of the --model.
@@ -306,6 +306,9 @@ class ImageTorso(nn.Module):
         self.channels_first = space.shape[0] < space.shape[-1]
         C = space.shape[0] if self.channels_first else space.shape[-1]
         self.convs = make_convs(C)
+        offset, scale = flat_ranges(space)
+        self.offset = int(offset.min())
+        self.scale = int((offset + scale).max()) - self.offset
         with torch.no_grad():
             _, C, H, W = self._convolve(torch.zeros(1, *space.shape)).shape
         # A linear layer over the whole map. As a convolution oneDNN runs it, on AMD
@@ -318,8 +321,9 @@ class ImageTorso(nn.Module):
         if not self.channels_first:
             x = x.movedim(-1, 1)  # [N, C, H, W]
         x = x.contiguous(memory_format=torch.channels_last)  # Bytes move faster.
-        is_scaled = x.is_floating_point() or x.dtype == torch.bool
-        return self.convs(x.float() if is_scaled else x / 255)
+        if self.offset:
+            x = x.float() - self.offset
+        return self.convs(x.float() if self.scale == 1 else x / self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(self.fc(self._convolve(x)).flatten(1))
@@ -398,7 +402,8 @@ class ResidualBlock(nn.Module):
 class MLPTorso(nn.Module):
     """Two linear layers over all leaves of the observation, flattened side by side.
 
-    Discrete and MultiDiscrete leaves become one-hot; uint8 boxes are divided by 255.
+    Discrete and MultiDiscrete leaves become one-hot; integer boxes are scaled by the
+    ranges of their elements.
     """
 
     num_features = MLP_SIZE
@@ -406,6 +411,10 @@ class MLPTorso(nn.Module):
     def __init__(self, space: gym.Space):
         super().__init__()
         self.space = space
+        offset, scale = torch.from_numpy(flat_ranges(space))
+        # Integers: in a torso of bfloat16 they stay exact.
+        self.register_buffer("offset", offset, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
         size = gym.spaces.flatdim(space)
         self.layers = nn.Sequential(
             orthogonal(nn.Linear(size, MLP_SIZE)),
@@ -415,7 +424,8 @@ class MLPTorso(nn.Module):
         )
 
     def forward(self, observation: Nest) -> torch.Tensor:
-        return self.layers(torch.cat(list(flat_features(self.space, observation)), 1))
+        x = torch.cat(list(flat_features(self.space, observation)), 1)
+        return self.layers((x - self.offset) * self.scale.reciprocal())
 
 
 TORSOS = {
@@ -442,8 +452,7 @@ def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
             for i, (start, n) in enumerate(ranges):
                 yield F.one_hot(x.flatten(1)[:, i] - int(start), int(n)).float()
         case _:
-            scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
-            yield x.reshape(len(x), -1).float() * scale
+            yield x.reshape(len(x), -1).float()
 
 
 def create_env(flags: argparse.Namespace, render_mode: str | None = None) -> Any:

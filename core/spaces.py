@@ -121,3 +121,29 @@ def row_spec(
             key: ArraySpec((), f32) for key in ("game_return", "game_step", *info_keys)
         },
     }
+
+
+def flat_ranges(space: gym.Space) -> np.ndarray:
+    """Return an offset and a scale for each element of a flattened space, int64[2, N].
+
+    Networks see (x - offset) / scale of the integers of a Box: in [0, 1], or where the
+    lower bound is negative in [-1, 1], with 0 at 0. All else has offset 0 and scale 1:
+    floats, bools, other spaces, and integers whose range is 2**30 or more. Such bounds
+    are those of the dtype and say nothing of the values.
+    """
+    parts: list[np.ndarray] = []
+    match space:
+        case gym.spaces.Dict():
+            parts += map(flat_ranges, space.spaces.values())
+        case gym.spaces.Tuple():
+            parts += map(flat_ranges, space.spaces)
+        case gym.spaces.Box() if np.issubdtype(space.dtype, np.integer):
+            low, high = (x.ravel().astype(np.float64) for x in (space.low, space.high))
+            offset = np.maximum(low, 0)
+            scale = np.maximum(high - offset, -low)
+            is_scaled = (scale > 0) & (scale < 2**30)
+            ranges = np.where(is_scaled, [offset, scale], [[0], [1]])
+            parts = [ranges.astype(np.int64)]
+        case _:
+            parts = [np.repeat([[0], [1]], gym.spaces.flatdim(space), axis=1)]
+    return np.concatenate(parts, axis=1)

@@ -229,17 +229,76 @@ def torso_features(model, space, observation):
         return make_net(space, model=model).torso(observation)
 
 
-@pytest.mark.parametrize("model", ["small", "shallow", "deep", "mlp"])
-def test_bytes_are_divided_by_255_and_floats_are_not(model):
+RANGES = {  # low, high, dtype, and what the network should see of a value x.
+    "bytes": (0, 255, np.uint8, lambda x: x / 255),
+    "0 and 1": (0, 1, np.uint8, lambda x: x),
+    "0 to 10": (0, 10, np.uint8, lambda x: x / 10),
+    "3 to 13": (3, 13, np.int64, lambda x: (x - 3) / 10),
+    "-1 to 1": (-1, 1, np.int8, lambda x: x),
+    "-128 to 127": (-128, 127, np.int8, lambda x: x / 128),
+    "16 bits": (0, 65535, np.uint16, lambda x: x / 65535),
+    "32 bits": (-(2**31), 2**31 - 1, np.int32, lambda x: x),
+    "64 bits": (-(2**63), 2**63 - 1, np.int64, lambda x: x),
+    "counters": (0, 2**62, np.int64, lambda x: x),
+    "constant": (7, 7, np.uint8, lambda x: x),
+    "floats": (0.0, 255.0, np.float32, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("model", ["small", "mlp"])
+@pytest.mark.parametrize("name", RANGES)
+def test_integers_are_scaled_by_the_range_of_their_space(model, name):
+    low, high, dtype, seen = RANGES[name]
+    shape = (3, 5, 7)
+    space = spaces.Box(low, high, shape, dtype)
+    real = spaces.Box(-np.inf, np.inf, shape, np.float32)
+    x = make_rows(space, spaces.Discrete(A))["observation"].flatten(0, 1)
+    expected = torso_features(model, real, seen(x.float()))
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(
+        torso_features(model, space, x), expected, atol=1e-6 * scale, rtol=1e-5
+    )
+
+
+def test_bytes_are_scaled_bit_for_bit_as_ever():
+    """Weights of old runs play as they did."""
+    torch.manual_seed(1)
     shape = (3, 36, 36)
     byte = spaces.Box(0, 255, shape, np.uint8)
-    real = spaces.Box(0.0, 1.0, shape, np.float32)
     x = make_rows(byte, spaces.Discrete(A))["observation"].flatten(0, 1)
+    for model, expected in (("shallow", x / 255), ("mlp", x.float() * (1 / 255))):
+        torso = make_net(byte, model=model).torso
+        layers = torso.convs if model == "shallow" else torso.layers
+        seen = []
+        layers.register_forward_pre_hook(
+            lambda _, args, seen=seen: seen.append(args[0])
+        )
+        torso(x)
+        assert torch.equal(seen[0], expected.reshape(seen[0].shape))
+
+
+def test_each_integer_of_a_vector_has_a_range_of_its_own():
+    space = spaces.Dict(
+        counts=spaces.Box(np.array([0, 10]), np.array([2, 1010]), dtype=np.int32),
+        minigrid=spaces.Box(0, 10, (1, 2, 1), np.uint8),
+        direction=spaces.Discrete(4),
+        bits=spaces.MultiBinary(2),
+    )
+    net = make_net(space)
+    seen = []
+    net.torso.layers.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    net.torso(
+        {
+            "counts": torch.tensor([[1, 510]], dtype=torch.int32),
+            "minigrid": torch.tensor([[[[5], [10]]]], dtype=torch.uint8),
+            "direction": torch.tensor([2]),
+            "bits": torch.tensor([[1, 0]], dtype=torch.int8),
+        }
+    )
+    parts = {"bits": [1, 0], "counts": [0.5, 0.5], "direction": [0, 0, 1, 0]}
+    parts["minigrid"] = [0.5, 1]
     torch.testing.assert_close(
-        torso_features(model, byte, x),
-        torso_features(model, real, x.float() / 255),
-        atol=1e-6,
-        rtol=1e-5,
+        seen[0], torch.tensor([sum([parts[key] for key in space.spaces], [])]).float()
     )
 
 
