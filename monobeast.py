@@ -1205,10 +1205,7 @@ def train(flags: argparse.Namespace) -> Exit:
             flags=vars(flags),
             extra={
                 "step": learner.step,
-                "first_env_seeds": [
-                    environment.env_seed(flags.seed, i, incarnation, 0)
-                    for i in range(flags.num_actors * flags.envs_per_actor)
-                ],
+                "first_env_seeds": first_env_seeds(flags, incarnation),
             },
         )
         buffers = create_buffers(flags, spaces, learner.net)
@@ -1231,6 +1228,18 @@ def train(flags: argparse.Namespace) -> Exit:
             return Exit.STOPPED
         log.info("Done: %d steps.", learner.step)
         return Exit.DONE
+
+
+def first_env_seeds(flags: argparse.Namespace, incarnation: int) -> list[int]:
+    """Return the seed of each environment's first game in this start of the run."""
+    E = flags.envs_per_actor
+    return [
+        # Actors are numbered in the order in which they start: see `Actors._start`.
+        environment.env_seed(
+            flags.seed, i, incarnation + (0 if flags.serial else i // E), 0
+        )
+        for i in range(flags.num_actors * E)
+    ]
 
 
 def describe(
@@ -1393,10 +1402,10 @@ def restore_serial(
     Environments cannot be saved, so each current game is played again: same seed, same
     actions.
     """
-    trained = {**found.state["flags"]}
+    trained = {"serial": False, **found.state["flags"]}  # PolyBeast's have no such.
     trained["info_keys"] = tuple(trained["info_keys"])  # JSON has only lists.
     for key in ("serial", "seed", "num_actors", "envs_per_actor", "info_keys"):
-        if trained[key] != getattr(flags, key):
+        if trained.get(key) != getattr(flags, key):
             raise ConfigError(
                 f"--{key} is {getattr(flags, key)} but run {flags.xpid} was trained "
                 f"with {trained[key]}, and --serial goes on exactly or not at all. "

@@ -30,6 +30,8 @@ import signal
 # inference, learner and environments share the cores, and spinning OpenMP threads would
 # steal them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What gRPC finds worth printing is told here in better words.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 if __name__ == "__main__":
     # Until somebody handles it, Ctrl-C ends the program without a traceback from the

@@ -419,10 +419,14 @@ class Server:
 
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Serve one stream: yield what is sent."""
+        who = context.peer()
         try:
             hello = self._receive_hello(requests, context)
             if hello is None:
                 return
+            # All peers at a unix socket have one name.
+            run = _quote(hello.run_id)
+            who = f"run {run} (environments from {hello.first_env_id} on) at {who}"
             with self._slot(hello, context) as slot:
                 log.info(
                     "Environments %d to %d: run %s at %s, start %d",
@@ -437,19 +441,21 @@ class Server:
             pass  # The learner is gone, or this server has cut it off.
         except _Busy as error:
             # No Failure: it will pass, and may take any number of tries.
-            log.warning("Turned away %s: %s", context.peer(), error)
+            log.warning("Turned away %s: %s", who, error)
             _set_status(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except _WrongProtocol as error:
             code = grpc.StatusCode.FAILED_PRECONDITION
-            yield from _fail(context, code, str(error), permanent=True)
+            yield from _fail(context, who, code, str(error), permanent=True)
         except wire.WireError as error:
-            yield from _fail(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            yield from _fail(context, who, code, str(error))
         except EnvSpecError as error:
             text = _with_traceback(error)
             code = grpc.StatusCode.FAILED_PRECONDITION
-            yield from _fail(context, code, text, permanent=True)
+            yield from _fail(context, who, code, text, permanent=True)
         except (Exception, SystemExit) as error:
-            yield from _fail(context, grpc.StatusCode.INTERNAL, _with_traceback(error))
+            code = grpc.StatusCode.INTERNAL
+            yield from _fail(context, who, code, _with_traceback(error))
 
     def _receive_hello(self, requests: Iterator[bytes], context: Any) -> Hello | None:
         deadline = threading.Timer(HELLO_S, context.cancel)
@@ -687,11 +693,11 @@ def _quote(name: str) -> str:
 
 
 def _fail(
-    context: Any, code: grpc.StatusCode, text: str, *, permanent: bool = False
+    context: Any, who: str, code: grpc.StatusCode, text: str, *, permanent: bool = False
 ) -> Iterator[bytes]:
     """End a stream: say why in full, and once more in the status."""
     text = text.strip()[-FAILURE_CHARS:]
-    log.warning("The stream of %s failed: %s", context.peer(), text)
+    log.warning("The stream of %s failed: %s", who, text)
     yield wire.encode(ToLearner(failure=Failure(text, permanent)))
     _set_status(context, code, text)
 

@@ -7,6 +7,7 @@ Needs neither torch nor a compiler: the environment servers parse flags too.
 import argparse
 import decimal
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from core.supervise import num_cores
 MAX_WHOLE = 10**18  # Fits into 64 bits, and 1e999999 does not take all the memory.
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 ENVS_PER_ACTOR = 8  # Unless flags say otherwise.
+
+
+MAX_NAME_NBYTES = 200  # Of a run's folder: file systems take 255, most of them.
 
 
 def whole(at_least: int) -> Callable[[str], int]:
@@ -61,7 +65,13 @@ def number(low: float, high: float = math.inf) -> Callable[[str], float]:
 
 def names(text: str) -> tuple[str, ...]:
     """Parse a comma list of names, for `type=`."""
-    return tuple(name for name in text.split(",") if name)
+    result = tuple(name for name in text.split(",") if name)
+    for name in result:
+        if result.count(name) > 1:
+            raise argparse.ArgumentTypeError(
+                f"expected each name once, got {name!r} twice"
+            )
+    return result
 
 
 def addresses(text: str) -> tuple[str, ...]:
@@ -662,6 +672,17 @@ def check_common(
             parser.error(
                 f"--xpid is {flags.xpid!r} but must be a plain folder name inside "
                 "--savedir. Put the path into --savedir."
+            )
+        nbytes = len(os.fsencode(flags.xpid))
+        if nbytes > MAX_NAME_NBYTES:
+            parser.error(
+                f"--xpid has {nbytes} bytes but must have at most {MAX_NAME_NBYTES}: "
+                "it is the name of a folder. Choose a shorter one."
+            )
+        if flags.mode == "train" and flags.xpid == "latest":
+            parser.error(
+                "--xpid is 'latest', the name of the link to the latest run in "
+                "--savedir. Choose another name."
             )
     elif flags.mode == "train":
         flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")

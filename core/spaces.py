@@ -80,8 +80,13 @@ def spec_of(space: gym.Space) -> Nest:
     MultiBinary int8; Dict and Tuple become dict and tuple.
 
     Raises:
-      ValueError: the space is of another kind; the message names it.
+      ValueError: the space is of another kind, or empty; the message names it.
     """
+    if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary) and 0 in space.shape:
+        raise ValueError(
+            f"space {space} of shape {space.shape} holds no values. Wrap the "
+            "environment so that it leaves this part out."
+        )
     match space:
         case gym.spaces.Box() | gym.spaces.MultiBinary():
             assert space.shape is not None and space.dtype is not None

@@ -364,6 +364,13 @@ def check_resources(
     )
     if shared_bytes > have:
         raise ConfigError(f"{line}. Lower {remedy}.")
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest != resource.RLIM_INFINITY and shared_bytes > largest:
+        raise ConfigError(
+            f"shared memory: need {shared_bytes / mib:,.1f} MiB, but no file may have "
+            f"more than {largest / mib:,.1f} MiB (ulimit -f), and shared memory counts "
+            f"as one. Raise the limit, or lower {remedy}."
+        )
     yield line
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1228,6 +1228,10 @@ BROKEN = {
     "reset()": (broken(reset=frame()), r"'reset\(\)' expected .* got uint8\[2,3\]"),
     "raises": (broken(None, KeyError("boom")), "KeyError: 'boom'"),
     "space": (broken(observation_space=gym.spaces.Text(5)), "is a Text; expected Box"),
+    "empty space": (
+        broken(observation_space=gym.spaces.Box(0, 1, (0,))),
+        r"of shape \(0,\) holds no values. Wrap",
+    ),
 }
 
 

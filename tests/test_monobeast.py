@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+import types
 
 import gymnasium as gym
 import numpy as np
@@ -17,9 +18,9 @@ import monobeast
 import polybeast
 from core import losses, metrics, rollouts
 from core.spaces import ArraySpec, map_nest
-from core.supervise import start_thread
+from core.supervise import ConfigError, start_thread
 from tests.conftest import DEADLINE_S, wait_until
-from tests.counting_env import check_rollout
+from tests.counting_env import check_rollout, decode
 
 T, E = 5, 3
 
@@ -172,6 +173,22 @@ def test_a_slow_learner_starves_no_actor():
         assert max(delivered.values()) - min(delivered.values()) <= 9, delivered
 
 
+def test_the_seeds_that_are_recorded_are_those_of_the_first_games():
+    flags = make_flags("tests.counting_env:make", "--start_method", "fork")
+    seeds = set()
+    with Pool(flags) as pool:
+
+        def both_have_begun() -> bool:
+            for observation in pool.next_rollout()["observation"][0]:
+                row = decode(observation)
+                if (row.game, row.life, row.step) == (0, 0, 0):
+                    seeds.add(row.seed)
+            return len(seeds) == 2 * E
+
+        wait_until(both_have_begun)
+    assert seeds == set(monobeast.first_env_seeds(flags, incarnation=0))
+
+
 def test_a_dead_actors_environments_do_not_repeat_their_games():
     with Pool(make_flags("tests.counting_env:make", "--num_actors", "1")) as pool:
         first = pool.next_rollout()["observation"]
@@ -296,6 +313,12 @@ def test_serial_and_asynchronous_actors_write_the_same_rollout():
     actor.unroll(0)
     theirs = pool.buffers.rollout(0)
     map_nest(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_run_of_polybeast_does_not_go_on_in_lock_step():
+    found = types.SimpleNamespace(state={"flags": {"info_keys": [], "num_servers": 2}})
+    with pytest.raises(ConfigError, match="--serial is True but .* with False"):
+        monobeast.restore_serial(make_flags("Catch", "--serial"), [], found)
 
 
 def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):

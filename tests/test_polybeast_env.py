@@ -476,14 +476,16 @@ def test_hostile_peers_do_not_disturb_a_healthy_stream(serve):
 # ------------------------------------------------------------------------ who is served
 
 
-def test_more_streams_than_places_are_told_who_has_them(serve):
+def test_more_streams_than_places_are_told_who_has_them(serve, caplog):
     server = serve(counting_env.make)
     with EnvClient(server.address, run_id="pong-1"):
         with pytest.raises(grpc.RpcError) as status:
-            EnvClient(server.address, run_id="pong-2")
+            EnvClient(server.address, run_id="pong-2", first_env_id=6)
     assert status.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "takes 1 streams" in status.value.details()
     assert "run 'pong-1' at unix:" in status.value.details()
+    words = "Turned away run 'pong-2' (environments from 6 on) at unix:"
+    assert words in caplog.text
 
 
 def test_a_place_is_free_when_its_stream_ends(serve):

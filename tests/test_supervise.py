@@ -440,7 +440,12 @@ def machine(monkeypatch):
     usage = {"/folder": Usage(100 * MIB, 11 * MIB, 89 * MIB)}
     monkeypatch.setattr(supervise.shutil, "disk_usage", usage.__getitem__)
     limits = [128, 256]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    no_limit = (resource.RLIM_INFINITY,) * 2
+    monkeypatch.setattr(
+        resource,
+        "getrlimit",
+        lambda which: tuple(limits) if which == resource.RLIMIT_NOFILE else no_limit,
+    )
     monkeypatch.setattr(
         resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new)
     )
@@ -471,6 +476,30 @@ def test_a_folder_too_small_is_refused_with_both_numbers_and_the_remedy(machine)
         check(shared_bytes=90 * MIB, memory_folder="/folder")
     for part in ("90.0 MiB", "89.0 MiB", "Lower --num_buffers", "enlarge /folder"):
         assert part in str(caught.value)
+
+
+def test_shared_memory_beyond_the_limit_on_files_is_refused_with_both_numbers():
+    """The limit is real, since the kernel counts shared memory as a file."""
+    done = run_python("""
+        import resource
+        from core import rollouts, supervise
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+        rollouts._open_anonymous(2 << 20)
+        try:
+            rollouts._open_anonymous((2 << 20) + 1)
+        except OSError as error:
+            print(error.strerror)
+        try:
+            list(supervise.check_resources(
+                shared_bytes=3 << 20, memory_folder=None, files=67, processes=1
+            ))
+        except supervise.ConfigError as error:
+            print(error)
+    """)
+    kernels, ours = done.stdout.splitlines()
+    assert kernels == "File too large"
+    for part in ("need 3.0 MiB", "more than 2.0 MiB (ulimit -f)", "Raise the limit"):
+        assert part in ours
 
 
 def test_too_few_files_are_refused_with_both_numbers_and_the_remedy(machine):

@@ -260,12 +260,13 @@ def test_the_learner_stops_if_its_certificate_is_refused_again_and_again(
 
 
 def test_the_learner_stops_if_a_servers_certificate_is_wrong(
-    folders, start_server, any_certificate, monkeypatch
+    folders, start_server, any_certificate, monkeypatch, capfd
 ):
     monkeypatch.setattr(polybeast, "DESCRIBE_S", 0.05)
     address = start_server(folders["expired"])
     with pytest.raises(ConfigError, match=f"{address}.*certificate has expired"):
         greet(address, folders["learner"])
+    assert "Handshake failed" not in capfd.readouterr().err  # gRPC's own words.
 
 
 def test_a_run_learns_over_tls(start, folders, tmp_path):
