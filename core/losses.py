@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from core import vtrace
 from core.spaces import Nest, leaves, map_nest
+from core.vtrace import action_log_probs
 
 PIECE_BYTES = 9 * 2**19  # Observations that the CPU learns from at once.
 
@@ -26,14 +27,6 @@ class ImpalaLoss(NamedTuple):
     entropy: torch.Tensor  # Minus the sum of the entropies.
     mean_entropy: torch.Tensor  # Nats per transition.
     mean_rho: torch.Tensor  # Clipped importance weight, mean over transitions.
-
-
-def action_log_probs(
-    policy_logits: torch.Tensor, actions: torch.Tensor
-) -> torch.Tensor:
-    """Return log pi(a | x) [T, B] of actions [T, B] int64 under logits [T, B, A]."""
-    log_policy = F.log_softmax(policy_logits, dim=-1)
-    return log_policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)  # [T, B]
 
 
 def compute_policy_gradient_loss(

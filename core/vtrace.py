@@ -14,6 +14,7 @@ here, 0 on the transition that ends an episode.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 class VTraceReturns(NamedTuple):
@@ -21,6 +22,64 @@ class VTraceReturns(NamedTuple):
 
     vs: torch.Tensor  # v_s, what V(x_s) should have been.
     pg_advantages: torch.Tensor  # rho_s (r_s + gamma_s v_{s+1} - V(x_s)).
+
+
+class VTraceFromLogitsReturns(NamedTuple):
+    """All [T, B]. The first two have no gradient."""
+
+    vs: torch.Tensor
+    pg_advantages: torch.Tensor
+    log_rhos: torch.Tensor  # log pi(a_t | x_t) - log mu(a_t | x_t).
+    behavior_action_log_probs: torch.Tensor  # log mu(a_t | x_t).
+    target_action_log_probs: torch.Tensor  # log pi(a_t | x_t).
+
+
+def action_log_probs(
+    policy_logits: torch.Tensor, actions: torch.Tensor
+) -> torch.Tensor:
+    """Return log pi(a | x) [T, B] of actions [T, B] int64 under logits [T, B, A]."""
+    log_policy = F.log_softmax(policy_logits, dim=-1)
+    return log_policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)  # [T, B]
+
+
+def from_logits(
+    behavior_policy_logits: torch.Tensor,
+    target_policy_logits: torch.Tensor,
+    actions: torch.Tensor,
+    discounts: torch.Tensor,
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    bootstrap_value: torch.Tensor,
+    clip_rho_threshold: float | None = 1.0,
+    clip_pg_rho_threshold: float | None = 1.0,
+) -> VTraceFromLogitsReturns:
+    """Compute V-trace targets and advantages for softmax policies.
+
+    The signature is that of TorchBeast's function; `core.losses` does not need it.
+
+    Args:
+      behavior_policy_logits: [T, B, A] float32 of mu, which the actors followed.
+      target_policy_logits: [T, B, A] float32 of pi, the learner's.
+      actions: [T, B] int64.
+
+    The others are those of `from_importance_weights`.
+
+    Raises:
+      ValueError: a shape or dtype disagrees; the message names the tensor.
+    """
+    target = action_log_probs(target_policy_logits, actions)
+    behavior = action_log_probs(behavior_policy_logits, actions)
+    log_rhos = target - behavior
+    returns = from_importance_weights(
+        log_rhos,
+        discounts,
+        rewards,
+        values,
+        bootstrap_value,
+        clip_rho_threshold=clip_rho_threshold,
+        clip_pg_rho_threshold=clip_pg_rho_threshold,
+    )
+    return VTraceFromLogitsReturns(*returns, log_rhos, behavior, target)
 
 
 @torch.no_grad()

@@ -137,16 +137,6 @@ def slow_loss(outputs, batch):
 # --------------------------------------------------------------------- the three parts
 
 
-def test_action_log_probs_are_those_of_the_actions_taken():
-    logits, actions = torch.randn(T, B, A), torch.randint(A, (T, B))
-    log_probs = losses.action_log_probs(logits, actions)
-    assert log_probs.shape == (T, B)
-    for t in range(T):
-        for b in range(B):
-            expected = logits[t, b].softmax(-1)[actions[t, b]].log()
-            torch.testing.assert_close(log_probs[t, b], expected)
-
-
 def test_policy_gradient_is_advantage_times_policy_minus_action():
     logits = torch.randn(T, B, A, dtype=torch.float64, requires_grad=True)
     actions = torch.randint(A, (T, B))

@@ -280,6 +280,41 @@ def test_values_of_a_coarse_dtype_are_refused(dtype):
         vtrace.from_importance_weights(**arguments)
 
 
+def test_action_log_probs_are_those_of_the_actions_taken():
+    logits, actions = torch.randn(T, B, 7), torch.randint(7, (T, B))
+    log_probs = vtrace.action_log_probs(logits, actions)
+    assert log_probs.shape == (T, B)
+    for t in range(T):
+        for b in range(B):
+            expected = logits[t, b].softmax(-1)[actions[t, b]].log()
+            torch.testing.assert_close(log_probs[t, b], expected)
+
+
+def test_from_logits_weighs_by_the_two_policies():
+    arguments = random_arguments()
+    del arguments["log_rhos"]
+    behavior, target = torch.randn(2, T, B, 7, dtype=torch.float64)
+    actions = torch.randint(7, (T, B))
+    options = {"clip_rho_threshold": 1.9, "clip_pg_rho_threshold": None}
+    returns = vtrace.from_logits(
+        behavior_policy_logits=behavior,
+        target_policy_logits=target.requires_grad_(),
+        actions=actions,
+        **arguments,
+        **options,
+    )
+    ratios = target.detach().softmax(-1) / behavior.softmax(-1)
+    log_rhos = torch.tensor(
+        [[ratios[t, b, actions[t, b]].log() for b in range(B)] for t in range(T)]
+    )
+    assert_equal(returns[:2], paper_sum(log_rhos, **arguments, **options))
+    assert_equal(returns.log_rhos, log_rhos)
+    assert not (returns.vs.requires_grad or returns.pg_advantages.requires_grad)
+    assert_equal(
+        returns.target_action_log_probs - returns.behavior_action_log_probs, log_rhos
+    )
+
+
 @pytest.mark.gpu
 def test_the_gpu_agrees_with_the_cpu():
     if not torch.cuda.is_available():
