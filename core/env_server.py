@@ -67,7 +67,8 @@ GRACE_S = 0.5  # For streams in the middle of a step when the server stops.
 HEADERS_NBYTES = 64 * 1024  # Of a received message, beside its arrays.
 FAILURE_CHARS = 16_000  # Of a traceback; its end is what matters.
 DETAILS_CHARS = 500  # gRPC sends these in an HTTP/2 header, where 8 KB is the limit.
-SPARE_THREADS = 16  # For Describe, health checks, and streams that are being refused.
+SPARE_SILENT = 4  # Streams before their Hello, beside one for each place.
+SPARE_THREADS = 16  # For those, Describe, health checks, streams being refused.
 MAX_INFO_KEYS = 1000
 MAX_WATCHERS = 4  # Health.Watch takes a thread for as long as it lasts.
 UNIX_PATH_NBYTES = 107  # sockaddr_un in Linux; others have less.
@@ -309,6 +310,7 @@ class Server:
         # Guards what follows; notified of every change.
         self._changed = threading.Condition()
         self._holders: list[_Holder] = []
+        self._silent: list[Any] = []  # Contexts of streams before their Hello.
         self._watchers = 0
         self._stopping: str | None = None  # The reason.
 
@@ -336,7 +338,8 @@ class Server:
             "grpc.max_receive_message_length": received,
             "grpc.max_concurrent_streams": self._num_streams + SPARE_THREADS,
         }
-        threads = self._num_streams + SPARE_THREADS
+        # For the streams that have a place and as many that have not said Hello.
+        threads = 2 * self._num_streams + SPARE_THREADS
         self._server = grpc.server(
             futures.ThreadPoolExecutor(threads, "stream"), options=list(options.items())
         )
@@ -461,10 +464,18 @@ class Server:
         deadline = threading.Timer(HELLO_S, context.cancel)
         deadline.daemon = True
         deadline.start()
+        with self._changed:
+            self._silent.append(context)
+            if len(self._silent) > self._num_streams + SPARE_SILENT:
+                # Or the silent would take all threads, and an honest learner, which
+                # says Hello at once, would wait for their time to be up.
+                self._silent.pop(0).cancel()
         try:
             message = next(requests, None)
         finally:
             deadline.cancel()
+            with self._changed, contextlib.suppress(ValueError):  # Ended for another.
+                self._silent.remove(context)
         if message is None:
             return None
         hello = wire.decode(ToServer, message).hello

@@ -435,6 +435,20 @@ def test_no_hello_in_time_ends_the_stream(serve, monkeypatch):
     assert status.value.code() == grpc.StatusCode.CANCELLED
 
 
+def test_streams_without_a_hello_keep_no_honest_learner_waiting(serve, monkeypatch):
+    monkeypatch.setattr(env_server, "HELLO_S", 2 * DEADLINE_S)
+    server = serve(counting_env.make)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(RawStream(server.address)) for _ in range(100)]
+        # All have come: those beyond what the server waits for have ended.
+        waits = server._num_streams + env_server.SPARE_SILENT
+        wait_until(lambda: sum(s.call.is_active() for s in silent) <= waits)
+        EnvClient(server.address).close()
+        ended = [stream for stream in silent if not stream.call.is_active()]
+        assert {s.call.code() for s in ended} == {grpc.StatusCode.CANCELLED}
+        assert len(ended) >= 100 - waits
+
+
 def test_hostile_peers_do_not_disturb_a_healthy_stream(serve):
     """Random bytes, mutated messages, wrong methods and plain garbage, all at once."""
     server = serve(counting_env.make, address="127.0.0.1:0", num_envs=K, num_streams=2)
