@@ -64,7 +64,15 @@ import core.flags
 from core import checkpoint, environment, evaluation, gpu, losses, metrics, rollouts
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
-from core.run import Learner, Run, compute_on, naming_memory, run_program, seed_rng
+from core.run import (
+    Learner,
+    Run,
+    compute_on,
+    log_options,
+    naming_memory,
+    run_program,
+    seed_rng,
+)
 from core.spaces import ArraySpec, Nest, flat_ranges, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
@@ -480,11 +488,14 @@ def atari_options(flags: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def frames_per_step(flags: argparse.Namespace) -> int:
-    """Return the emulator frames behind one agent step; 1 without an emulator."""
-    if atari_wrappers.is_atari(flags.env):
-        return atari_options(flags)["frame_skip"]
-    return 1
+def env_options(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return how the environment is made, to be shown and recorded.
+
+    --mode test takes over those that are ATARI_FLAGS.
+    """
+    if not atari_wrappers.is_atari(flags.env):
+        return {}
+    return {"atari_protocol": flags.atari_protocol or "impala", **atari_options(flags)}
 
 
 def create_net(flags: argparse.Namespace, spaces: "Spaces") -> Net:
@@ -1180,16 +1191,18 @@ def train(flags: argparse.Namespace) -> Exit:
             flags.seed = recorded.get("flags", {}).get("seed", secrets.randbelow(2**31))
         seed_rng(flags.seed)
         learner = create_learner(flags, spaces)
+        options = env_options(flags)
         dry_run(learner.net, spaces.observation, spaces.action, net_outputs(spaces))
         run = Run(
             flags,
             run_dir,
             learner,
-            frames_per_step=frames_per_step(flags),
+            frames_per_step=options.get("frame_skip", 1),  # 1 without an emulator.
             in_turn=True,
         )
         found = run.resume()
         describe(flags, run_dir, spaces, learner)
+        log_options(options, recorded)
         if learner.finished():
             log.info(
                 "Nothing to do: run %s is at step %d of --total_steps %d.",
@@ -1205,6 +1218,7 @@ def train(flags: argparse.Namespace) -> Exit:
             flags=vars(flags),
             extra={
                 "step": learner.step,
+                "env_options": options,
                 "first_env_seeds": first_env_seeds(flags, incarnation),
             },
         )
@@ -1250,8 +1264,6 @@ def describe(
     log.info("Run %s in %s, seed %d", flags.xpid, run_dir, flags.seed)
     log.info("Environment %s: %s, %s", flags.env, spaces.observation, spaces.action)
     log.info(core.flags.describe_actors(flags))
-    if atari_wrappers.is_atari(flags.env):
-        log.info("Atari protocol: %s", atari_wrappers.describe(**atari_options(flags)))
     log.info(
         "Network %s, %d parameters, on %s",
         type(learner.net.torso).__name__ + (" + LSTM" if flags.use_lstm else ""),

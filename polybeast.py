@@ -72,7 +72,15 @@ import polybeast_env
 from core import environment, evaluation, gpu, losses, metrics, tls, wire
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
-from core.run import Learner, Run, compute_on, naming_memory, run_program, seed_rng
+from core.run import (
+    Learner,
+    Run,
+    compute_on,
+    log_options,
+    naming_memory,
+    run_program,
+    seed_rng,
+)
 from core.spaces import ArraySpec, Nest, flat_ranges, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
@@ -183,7 +191,7 @@ def check_flags(
     """Fill in defaults that depend on other flags and refuse what cannot work."""
     is_atari = True
     with contextlib.suppress(ValueError):  # No such environment; its server will say.
-        is_atari = polybeast_env.is_atari(flags.env)
+        is_atari = flags.env is None or polybeast_env.is_atari(flags.env)
     core.flags.check_common(parser, flags, is_atari=is_atari)
     polybeast_env.check_recycling(parser, flags)
     if flags.num_learner_threads is None:
@@ -227,8 +235,6 @@ def check_flags(
                 f"with a folder that {tls.CERTS_COMMAND} has made. Or let whoever is "
                 "on the way read and change it: --insecure."
             )
-        if flags.mode == "train" and flags.env == parser.get_default("env"):
-            flags.env = None  # Whatever they serve.
         return flags
     if not (flags.pipes_basename or "unix:").startswith("unix:"):
         parser.error(
@@ -992,7 +998,11 @@ def train(flags: argparse.Namespace) -> Exit:
                 f"--env is {flags.env} but the servers serve {welcome.env}. Leave "
                 "--env out, or start the servers with it."
             )
-        flags = argparse.Namespace(**{**vars(flags), "env": welcome.env})
+        try:
+            xpid = core.flags.expand_xpid(flags, welcome.env)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        flags = argparse.Namespace(**{**vars(flags), "env": welcome.env, "xpid": xpid})
         return train_with(flags, servers, welcome, stop)
 
 
@@ -1023,6 +1033,8 @@ def train_with(
         )
         found = run.resume()
         describe(flags, run_dir, welcome, learner)
+        options = {option.name: option.value for option in welcome.options}
+        log_options(options, recorded)
         addresses = pool_addresses(flags, servers, welcome)
         check_memory(flags, welcome, len(addresses))
         if learner.finished():
@@ -1042,6 +1054,7 @@ def train_with(
             extra={
                 "step": learner.step,
                 "run_id": run_id,
+                "env_options": options,
                 "first_env_seeds": [
                     environment.env_seed(flags.seed, i, first_incarnation, 0)
                     for i in range(len(addresses) * welcome.num_envs)

@@ -152,9 +152,14 @@ def atari_options(flags: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def frames_per_step(flags: argparse.Namespace) -> int:
-    """Return the emulator frames behind one agent step; 1 without an emulator."""
-    return atari_options(flags)["frame_skip"] if is_atari(flags.env) else 1
+def env_options(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return how the environment is made, for the learner to show and to record.
+
+    Bools, numbers and texts. --mode test takes over those that are ATARI_FLAGS.
+    """
+    if not is_atari(flags.env):
+        return {}
+    return {"atari_protocol": flags.atari_protocol or "impala", **atari_options(flags)}
 
 
 # ---------------------------------------------------------------------------- flags
@@ -189,6 +194,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="at the end remove the unix sockets' folder too, if it is empty then",
     )
     flags = parser.parse_args(argv)
+    flags.env = flags.env or core.flags.ENV
     if flags.server_address is not None and flags.pipes_basename is not None:
         parser.error(
             f"--server_address is {flags.server_address} and --pipes_basename is "
@@ -219,7 +225,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def check_recycling(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     """Refuse to make single ones of environments anew that only exist together."""
-    if flags.recycle_games and is_vector(flags.env):
+    if flags.recycle_games and is_vector(flags.env or ""):
         parser.error(
             f"--recycle_games is {flags.recycle_games} but --env is {flags.env}, which "
             "makes all environments of a stream in one piece. Leave --recycle_games "
@@ -446,13 +452,15 @@ def serve_one(
         os.sched_setaffinity(0, {own_core})
     from core import env_server
 
+    options = env_options(flags)
     server = env_server.Server(
         functools.partial(create_environments, flags),
         address,
         num_envs=flags.envs_per_stream,
         num_streams=flags.streams_per_server,
         name=flags.env,
-        frames_per_step=frames_per_step(flags),
+        frames_per_step=options.get("frame_skip", 1),  # 1 without an emulator.
+        options=options,
         vector=True,
         tls_dir=flags.tls_dir,
         insecure=flags.insecure,

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from importlib import metadata
 from typing import Any
@@ -268,6 +268,8 @@ class Server:
       num_streams: S, how many streams there may be at a time.
       name: of the environment; by default it is asked for its own.
       frames_per_step: emulator frames behind a step, for the learner's count.
+      options: how the environments are made, by name, for the learner to show and to
+        record: bools, numbers and texts.
       vector: `env_class` creates all environments of a stream at once, and is called
         like `Environments` without its first argument.
       tls_dir: a folder with ca.pem, cert.pem and key.pem: over TCP, serve nobody who
@@ -289,6 +291,7 @@ class Server:
         num_streams: int = 1,
         name: str | None = None,
         frames_per_step: int = 1,
+        options: Mapping[str, bool | int | float | str] | None = None,
         vector: bool = False,
         tls_dir: str | None = None,
         insecure: bool = False,
@@ -301,6 +304,7 @@ class Server:
         self._num_streams = num_streams
         self._name = name
         self._frames_per_step = frames_per_step
+        self._options = tuple(wire.Option(*item) for item in (options or {}).items())
         self._keepalive_ms = round(1000 * keepalive_s)
         self._tls_dir = tls_dir
         self._insecure = insecure
@@ -640,6 +644,7 @@ class Server:
             action=self._action_space,
             step_arrays=step_arrays,
             action_arrays=self._action_arrays,
+            options=self._options,
         )
 
     # In threads of their own.

@@ -9,6 +9,7 @@ import decimal
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +20,7 @@ from core.supervise import num_cores
 MAX_WHOLE = 10**18  # Fits into 64 bits, and 1e999999 does not take all the memory.
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 ENVS_PER_ACTOR = 8  # Unless flags say otherwise.
-
-
+ENV = "PongNoFrameskip-v4"  # Where neither --env nor a server says another.
 MAX_NAME_NBYTES = 200  # Of a run's folder: file systems take 255, most of them.
 
 
@@ -225,9 +225,9 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     env = parser.add_argument_group("environment")
     env.add_argument(
         "--env",
-        default="PongNoFrameskip-v4",
         help="a Gymnasium id, 'package.module:function', 'gym:ID' for classic gym, or "
-        "the built-in Catch or Memory",
+        f"the built-in Catch or Memory. Default: {ENV}, or what the servers at "
+        "--server_addresses serve",
     )
     env.add_argument(
         "--info_keys",
@@ -593,34 +593,77 @@ def parse(
 ) -> argparse.Namespace:
     """Parse the command line of a trainer.
 
-    Testing takes what the run was trained with (environment, model...) from its
-    meta.json, unless the command line says otherwise.
+    Testing takes what the run was trained with (environment, its options, model...)
+    from its meta.json, unless the command line says otherwise. `env` is None if it is
+    up to the servers at --server_addresses.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
     flags = parser.parse_args(argv)
     if flags.mode == "train":
+        if getattr(flags, "server_addresses", None) is None:
+            flags.env = flags.env or ENV
         return flags
     from core import metrics  # Needs packages that environment servers do without.
 
-    run_dir = run_dir_to_test(flags)
+    try:
+        run_dir = run_dir_to_test(flags)
+    except ValueError as error:
+        parser.error(str(error))
     if not (run_dir / "meta.json").is_file():
         parser.error(
             f"--mode is {flags.mode} but {run_dir} holds no run. Name one that has "
             "been trained with --xpid and --savedir."
         )
-    trained = metrics.read_meta(run_dir)["flags"]
-    keep = ("env", "model", "use_lstm", "precision", "reward_clipping", *ATARI_FLAGS)
+    meta = metrics.read_meta(run_dir)
+    trained = meta["flags"]
+    keep = ("env", "model", "use_lstm", "precision", "reward_clipping")
     parser.set_defaults(**{key: trained[key] for key in keep if key in trained})
-    return parser.parse_args(argv)
+    if flags.atari_protocol is None:  # Else it says all of them.
+        # A server's word outweighs the learner's flags. First, so that argv wins; and
+        # as a command line, so that each has the type it must have.
+        told = argparse.Namespace(**{**trained, **meta.get("env_options", {})})
+        argv = [*to_argv(told, [k for k in ATARI_FLAGS if hasattr(told, k)]), *argv]
+    flags = parser.parse_args(argv)
+    flags.env = flags.env or ENV
+    return flags
 
 
 def run_dir_to_test(flags: argparse.Namespace) -> Path:
-    """Return the folder of the run that `--mode test` plays."""
-    xpid = _expand(flags.xpid, flags.env) if flags.xpid is not None else "latest"
+    """Return the folder of the run that `--mode test` plays.
+
+    Raises:
+      ValueError: --xpid cannot be the name of a run.
+    """
+    xpid = "latest" if flags.xpid is None else expand_xpid(flags, flags.env or ENV)
     return (Path(flags.savedir).expanduser() / xpid).resolve()
 
 
-def _expand(xpid: str, env: str) -> str:
-    return xpid.replace("{env}", env.replace("/", "-").replace(":", "-"))
+def expand_xpid(flags: argparse.Namespace, env: str | None) -> str:
+    """Return --xpid, with the environment's name, once it is known, in {env}'s place.
+
+    Raises:
+      ValueError: the result cannot be the name of a run.
+    """
+    xpid = flags.xpid
+    if env is not None:
+        xpid = xpid.replace("{env}", re.sub("[/:]", "-", env))
+    if "/" in xpid or xpid in ("", ".", ".."):
+        raise ValueError(
+            f"--xpid is {xpid!r} but must be a plain folder name inside --savedir. Put "
+            "the path into --savedir."
+        )
+    nbytes = len(os.fsencode(xpid))
+    if nbytes > MAX_NAME_NBYTES:
+        raise ValueError(
+            f"--xpid has {nbytes} bytes but must have at most {MAX_NAME_NBYTES}: it is "
+            "the name of a folder. Choose a shorter one."
+        )
+    if flags.mode == "train" and xpid == "latest":
+        raise ValueError(
+            "--xpid is 'latest', the name of the link to the latest run in --savedir. "
+            "Choose another name."
+        )
+    return xpid
 
 
 def check_atari_flags(
@@ -667,23 +710,10 @@ def check_common(
             "files. Use --mode test --video."
         )
     if flags.xpid is not None:
-        flags.xpid = _expand(flags.xpid, flags.env)
-        if "/" in flags.xpid or flags.xpid in ("", ".", ".."):
-            parser.error(
-                f"--xpid is {flags.xpid!r} but must be a plain folder name inside "
-                "--savedir. Put the path into --savedir."
-            )
-        nbytes = len(os.fsencode(flags.xpid))
-        if nbytes > MAX_NAME_NBYTES:
-            parser.error(
-                f"--xpid has {nbytes} bytes but must have at most {MAX_NAME_NBYTES}: "
-                "it is the name of a folder. Choose a shorter one."
-            )
-        if flags.mode == "train" and flags.xpid == "latest":
-            parser.error(
-                "--xpid is 'latest', the name of the link to the latest run in "
-                "--savedir. Choose another name."
-            )
+        try:
+            flags.xpid = expand_xpid(flags, flags.env)
+        except ValueError as error:
+            parser.error(str(error))
     elif flags.mode == "train":
         flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")
     B, T = flags.batch_size, flags.unroll_length

@@ -540,6 +540,28 @@ def _by_name(
     return {f"optimizer{i or ''}": optimizer for i, optimizer in enumerate(optimizers)}
 
 
+def log_options(options: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+    """Say at the start how the environment is made, and what of that has changed.
+
+    Args:
+      options: by name, as the environment's maker says them.
+      recorded: the run's meta.json, or {} in a new run.
+    """
+    if options:
+        text = ", ".join(f"{name} {value}" for name, value in options.items())
+        log.info("Environment options: %s", text)
+    before = recorded.get("env_options", options)
+    for name in sorted({*before, *options}):
+        old, new = before.get(name, "not told"), options.get(name, "not told")
+        if old != new:
+            log.warning(
+                "  %s was %s when this run was started before, and is now %s",
+                name,
+                old,
+                new,
+            )
+
+
 def _plain(value: Any) -> Any:
     """Return a flag's value as JSON would give it back."""
     return list(value) if isinstance(value, tuple) else value

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -42,7 +43,8 @@ MAX_NBYTES = 2**28  # Of one array of one environment.
 # Gymnasium then takes eight times as much memory for a moment.
 MAX_BOUNDS_NBYTES = 2**26
 MAX_VALUES = 2**20  # Fields and numbers of one message: they take Python time.
-MAX_NAME = 200  # Characters of an environment's name.
+MAX_NAME = 200  # Characters of the name of an environment or an option.
+MAX_OPTIONS = 64
 MAX_ERROR = 1000  # Characters of an error's text, which may quote what came.
 
 # What is taken for a stack of frames: so many along the first axis, so large in all.
@@ -107,6 +109,14 @@ class Array:
 
 
 @dataclasses.dataclass(frozen=True)
+class Option:
+    """One point of how an environment was made."""
+
+    name: str = field(1, "string", "")
+    value: bool | int | float | str | None = field(2, "value")
+
+
+@dataclasses.dataclass(frozen=True)
 class Welcome:
     protocol: int = field(1, "uint32", 0)
     version: str = field(2, "string", "")
@@ -119,6 +129,7 @@ class Welcome:
     action: gym.Space | None = field(9, "space")
     step_arrays: tuple[Array, ...] = field(10, Array, repeated=True)
     action_arrays: tuple[Array, ...] = field(11, Array, repeated=True)
+    options: tuple[Option, ...] = field(12, Option, repeated=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +183,14 @@ class ToLearner(Oneof):
 class Key(Oneof):
     name: str | None = field(1, "string")
     index: int | None = field(2, "uint32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Value(Oneof):
+    flag: bool | None = field(1, "bool")
+    integer: int | None = field(2, "sint64")
+    number: float | None = field(3, "double")
+    text: str | None = field(4, "string")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +276,8 @@ def _encode_field(number: int, kind: Any, value: Any) -> bytes:
         return _tag(number, _VARINT) + _encode_scalar(kind, value)
     if kind == "fixed64":
         return _tag(number, _I64) + value.to_bytes(8, "little")
+    if kind == "double":
+        return _tag(number, _I64) + struct.pack("<d", value)
     if kind == "string":
         data = value.encode()
     elif kind == "bytes":
@@ -406,7 +427,8 @@ def _unpack(where: str, data: memoryview) -> Iterator[int]:
 def _decode_value(
     where: str, kind: Any, wire_type: int, raw: Any, depth: int, left: _Left
 ) -> Any:
-    expected = _VARINT if kind in _VARINTS else _I64 if kind == "fixed64" else _LEN
+    is_i64 = kind in ("fixed64", "double")
+    expected = _VARINT if kind in _VARINTS else _I64 if is_i64 else _LEN
     if wire_type != expected:
         raise WireError(f"{where}: expected wire type {expected}, got {wire_type}")
     if kind in _VARINTS:
@@ -416,6 +438,8 @@ def _decode_value(
         return value
     if kind == "fixed64":
         return int.from_bytes(raw, "little")
+    if kind == "double":
+        return struct.unpack("<d", raw)[0]
     if kind == "bytes":
         return bytes(raw)
     if kind == "string":
@@ -472,14 +496,37 @@ def _check_welcome(welcome: Welcome) -> None:
     for name in ("num_envs", "num_streams", "frames_per_step"):
         if getattr(welcome, name) < 1:
             raise WireError(f"Welcome.{name}: expected at least 1, got 0")
-    if len(welcome.env) > MAX_NAME or not welcome.env.isprintable():
-        raise WireError(
-            f"Welcome.env: expected at most {MAX_NAME} printable characters, got "
-            f"{welcome.env!r:.80}"
-        )
+    _check_text("Welcome.env", welcome.env)
     for name in ("observation", "action"):
         if getattr(welcome, name) is None:
             raise WireError(f"Welcome.{name} is missing")
+    _check_options(welcome.options)
+
+
+def _check_options(options: tuple[Option, ...]) -> None:
+    if len(options) > MAX_OPTIONS:
+        raise WireError(f"Welcome.options: {len(options)}, at most {MAX_OPTIONS}")
+    if len({option.name for option in options}) < len(options):
+        raise WireError("Welcome.options: two of them have the same name")
+    for option in options:
+        _check_text("Option.name", option.name)
+        match option.value:
+            case None:
+                raise WireError(f"Option {option.name!r}: its value is missing")
+            case str(text):
+                _check_text(f"Option {option.name!r}", text)
+            case float(number) if not math.isfinite(number):
+                raise WireError(
+                    f"Option {option.name!r}: expected a finite number, got {number}"
+                )
+
+
+def _check_text(where: str, text: str) -> None:
+    if len(text) > MAX_NAME or not text.isprintable():
+        raise WireError(
+            f"{where}: expected at most {MAX_NAME} printable characters, got "
+            f"{text!r:.80}"
+        )
 
 
 def decode_welcome(data: bytes) -> Welcome:
@@ -507,6 +554,17 @@ class _Conversion:
 
 def _key_message(key: str | int) -> Key:
     return Key(name=key) if isinstance(key, str) else Key(index=key)
+
+
+def _value_message(value: bool | int | float | str) -> Value:
+    match value:
+        case bool():
+            return Value(flag=value)
+        case int():
+            return Value(integer=value)
+        case float():
+            return Value(number=value)
+    return Value(text=value)
 
 
 def space_message(space: gym.Space) -> Space:
@@ -603,6 +661,7 @@ def _bounds(data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 
 _CONVERTED = {
     "key": _Conversion(Key, _key_message, lambda key, left: key.value),
+    "value": _Conversion(Value, _value_message, lambda value, left: value.value),
     "space": _Conversion(Space, space_message, _gym_space),
 }
 

@@ -157,6 +157,23 @@ std::string difference(const std::string& what,
   return "";
 }
 
+// How the options of two servers' environments differ, or nothing.
+std::string difference(const std::map<std::string, std::string>& expected,
+                       const std::map<std::string, std::string>& got) {
+  auto a = expected.begin();
+  auto b = got.begin();
+  while (a != expected.end() && b != got.end() && *a == *b) {
+    ++a;
+    ++b;
+  }
+  if (a == expected.end() && b == got.end()) return "";
+  const bool is_got =
+      a == expected.end() || (b != got.end() && b->first < a->first);
+  return "option '" + (is_got ? b : a)->first +
+         "' of the environment is not the same; start all servers with the "
+         "same flags";
+}
+
 // Checks that the answer is (outputs, state) with the right state. Returns the
 // structure of the outputs.
 const Structure& outputs_of(const EnvSpec& env, const Nest& answer) {
@@ -338,6 +355,7 @@ void check_same(const EnvSpec& spec, const wire::Welcome& welcome) {
     text =
         difference("action array", first.action_arrays, welcome.action_arrays);
   }
+  if (text.empty()) text = difference(first.options, welcome.options);
   if (text.empty()) return;
   throw ActorError("this server differs from " + spec.address + ": " + text);
 }

@@ -285,6 +285,40 @@ void add_array(const Segments& message, Reader& reader, const Tag& tag,
   specs.push_back(decode_array(message, reader.bytes()));
 }
 
+void add_option(const Segments& message, Reader& reader, const Tag& tag,
+                std::map<std::string, std::string>& options) {
+  Reader::expect(kBytes, tag);
+  std::string name;
+  std::string value;
+  Reader option(message, reader.bytes());
+  while (!option.at_end()) {
+    const Tag part = option.tag();
+    if (part.field == 1) {
+      name = read_text(option, part, "an option's name");
+    } else if (part.field == 2) {
+      Reader::expect(kBytes, part);
+      value = option.string();
+    } else {
+      option.skip(part.type);
+    }
+  }
+  if (printable(name, kMaxOptionBytes) != name) {
+    throw DecodeError("the option '" + printable(name, 40) +
+                      "' is too long or has control characters");
+  }
+  if (value.size() > kMaxOptionBytes) {
+    throw DecodeError("the option '" + name + "' has a value of more than " +
+                      std::to_string(kMaxOptionBytes) + " bytes");
+  }
+  if (!options.emplace(name, std::move(value)).second) {
+    throw DecodeError("the option '" + name + "' is there twice");
+  }
+  if (options.size() > kMaxOptions) {
+    throw DecodeError("it has more than " + std::to_string(kMaxOptions) +
+                      " options");
+  }
+}
+
 // True if every byte of the piece is 0 or 1.
 bool are_bools(const Segments& message, Piece piece) {
   char seen = 0;
@@ -487,6 +521,9 @@ Welcome decode_welcome(const Segments& message, Piece body) {
         break;
       case 11:
         add_array(message, reader, tag, welcome.action_arrays);
+        break;
+      case 12:
+        add_option(message, reader, tag, welcome.options);
         break;
       default:  // Also the spaces: they are for whoever makes the model.
         reader.skip(tag.type);

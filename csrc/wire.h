@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -26,6 +27,8 @@ inline constexpr size_t kMaxArrays = 4096;
 inline constexpr size_t kMaxDepth = 16;  // Keys of a path.
 inline constexpr size_t kMaxRank = 16;
 inline constexpr size_t kMaxKeyBytes = 256;  // Of the name of a key.
+inline constexpr size_t kMaxOptions = 64;
+inline constexpr size_t kMaxOptionBytes = 1024;  // Of its name, or its value.
 
 // The message is malformed; what() says how.
 struct DecodeError : std::runtime_error {
@@ -75,6 +78,8 @@ struct Welcome {
   uint32_t frames_per_step = 0;
   std::vector<ArraySpec> step_arrays;
   std::vector<ArraySpec> action_arrays;
+  // How the environments are made: an option's name and its undecoded value.
+  std::map<std::string, std::string> options;
 };
 
 struct Failure {

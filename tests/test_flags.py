@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+import atari_wrappers
 import core.flags
 import monobeast
 from core import metrics
@@ -429,10 +430,11 @@ def test_exactly_what_can_be_trained_is_accepted(sizes, serial):
 def trained(tmp_path):
     """Return a function that trains, as far as the flags are concerned."""
 
-    def train(argv):
+    def train(argv, **env_options):
         flags = monobeast.parse_flags([*argv.split(), "--savedir", str(tmp_path)])
         run_dir = metrics.prepare_run_dir(tmp_path, flags.xpid)
-        metrics.write_meta(run_dir, flags=vars(flags), extra={})
+        extra = {"env_options": env_options} if env_options else {}
+        metrics.write_meta(run_dir, flags=vars(flags), extra=extra)
 
     return train
 
@@ -459,6 +461,37 @@ def test_testing_takes_over_what_the_network_and_environment_depend_on(
     assert flags.episodic_life is False
     assert flags.noop_max == 3
     assert flags.frame_skip is None
+
+
+MACHADO = monobeast.env_options(
+    monobeast.parse_flags(["--atari_protocol", "machado", "--frame_skip", "5"])
+)
+
+
+@pytest.mark.parametrize(
+    "argv, changes",
+    [
+        ("", {}),
+        ("--no-full_action_space", {"full_action_space": False}),
+        # A protocol that is named is that one, not a mixture of it and another.
+        ("--atari_protocol impala", atari_wrappers.protocol("impala")),
+    ],
+)
+def test_testing_plays_by_the_options_that_the_servers_told(
+    trained, tmp_path, argv, changes
+):
+    trained("--xpid a", **MACHADO)
+    played = monobeast.atari_options(parse_test(tmp_path, argv))
+    told = {**MACHADO, **changes}
+    del told["atari_protocol"]
+    assert played == told
+
+
+def test_an_option_of_the_wrong_type_is_refused(trained, tmp_path, capsys):
+    trained("--xpid a", frame_skip="lots")
+    argv = ["--mode", "test", "--savedir", str(tmp_path)]
+    message = refusal(argv, capsys)
+    assert "--frame_skip: expected a whole number" in message and "'lots'" in message
 
 
 def test_any_run_that_was_trained_can_be_tested(trained, tmp_path):

@@ -1358,11 +1358,23 @@ def test_atari_is_served_as_the_flags_say(folder, serve):
         vector=True,
         num_envs=2,
         name=flags.env,
-        frames_per_step=polybeast_env.frames_per_step(flags),
+        frames_per_step=3,
+        options=polybeast_env.env_options(flags),
     )
     with EnvClient(server.address) as client:
         assert client.welcome.frames_per_step == 3
         assert client.welcome.action == gym.spaces.Discrete(18)
+        told = {option.name: option.value for option in client.welcome.options}
+        assert told == {
+            "atari_protocol": "impala",
+            "noop_max": 30,
+            "fire_reset": True,
+            "episodic_life": True,
+            "frame_skip": 3,
+            "sticky_actions": 0.0,
+            "full_action_space": True,
+            "max_frames": 108_000,
+        }
         rows = client.step(0)
         assert rows["observation"].shape == (2, 4, 84, 84)
         assert rows["observation"].any()
@@ -1379,6 +1391,7 @@ def test_a_foreign_server_speaks_the_protocol(folder):
     )
     try:
         assert describe(address).env == "Echo"
+        assert describe(address).options == ()  # It may leave them out.
         with pytest.raises(ServerFailure, match="speaks protocol 1, not 2"):
             EnvClient(address, protocol=2)
         with EnvClient(address, seed=3) as client:

@@ -308,7 +308,10 @@ def test_addresses_that_are_none_are_named(text, said, capsys):
 
 
 def test_remote_servers_know_their_own_environment():
-    assert parse("--server_addresses localhost:1").env is None
+    flags = parse("--server_addresses localhost:1 --xpid {env}-1")
+    assert (flags.env, flags.xpid) == (None, "{env}-1")  # The servers will say.
+    pong = "PongNoFrameskip-v4"  # The default elsewhere: given, it must agree.
+    assert parse(f"--server_addresses localhost:1 --env {pong}").env == pong
     assert parse("--server_addresses localhost:1 --env Catch").env == "Catch"
 
 

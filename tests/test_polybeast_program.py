@@ -482,9 +482,10 @@ def test_servers_of_another_environment_are_refused_with_both_names(
     train, serve, run_dir, folder
 ):
     serve("--env", "Catch", "--server_address", f"unix:{folder}/s", "--num_servers", 1)
-    program = train("--server_addresses", f"unix:{folder}/s", "--env", "Memory")
+    env = "PongNoFrameskip-v4"  # What it would be without --server_addresses.
+    program = train("--server_addresses", f"unix:{folder}/s", "--env", env)
     assert program.wait() == 78, program.text()
-    assert "--env is Memory but the servers serve Catch" in program.text()
+    assert f"--env is {env} but the servers serve Catch" in program.text()
     assert "Traceback" not in program.text()
     assert not run_dir.exists()
 
@@ -504,21 +505,33 @@ def test_servers_that_differ_end_the_run_with_a_checkpoint(
     assert load(run_dir).step >= 0
 
 
-def test_frames_are_counted_as_the_servers_say(train, run_dir, folder):
-    server = env_server.Server(Catch, f"unix:{folder}/s", num_envs=4, frames_per_step=3)
+def test_frames_options_and_the_runs_name_are_as_the_servers_say(
+    start, tmp_path, folder
+):
+    options = {"frame_skip": 3, "sticky_actions": 0.25, "difficulty": "hard"}
+    server = env_server.Server(
+        Catch, f"unix:{folder}/s", num_envs=4, frames_per_step=3, options=options
+    )
     server.start()
     thread = start_thread("server", server.run)
     try:
-        program = train(
-            *SIZES, "--server_addresses", server.address, "--total_steps", 3 * BATCH
+        program = start(
+            *("--xpid", "{env}-1", *SIZES, "--total_steps", 3 * BATCH),
+            *("--server_addresses", server.address),
+            module="polybeast",
         )
         assert program.wait() == 0, program.text()
     finally:
         server.stop()
         thread.result(DEADLINE_S)
+    run_dir = tmp_path / "runs" / "Catch-1"
     last = log_rows(run_dir)[-1]
     assert (int(last["step"]), int(last["frames"])) == (60, 180)
     assert meta(run_dir)["flags"]["env"] == "Catch"
+    assert meta(run_dir)["flags"]["xpid"] == "Catch-1"
+    assert meta(run_dir)["env_options"] == options
+    told = "Environment options: frame_skip 3, sticky_actions 0.25, difficulty hard"
+    assert told in program.text()
 
 
 # ---------------------------------------------------------------------------- failures

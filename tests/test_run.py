@@ -361,3 +361,20 @@ def test_init_from_is_for_training(tmp_path, capsys):
         monobeast.parse_flags([*flags, "--mode", "test", "--init_from", "y"])
     text = " ".join(capsys.readouterr().err.split())
     assert re.search("--init_from is y but --mode is test", text)
+
+
+def test_the_environments_options_are_told_and_what_has_changed_of_them(caplog):
+    caplog.set_level("INFO")
+    run.log_options({"noop_max": 3, "sticky_actions": 0.25}, {})
+    assert caplog.messages == ["Environment options: noop_max 3, sticky_actions 0.25"]
+    caplog.clear()
+    recorded = {"env_options": {"noop_max": 3, "sticky_actions": 0.0, "old": True}}
+    run.log_options({"noop_max": 3, "sticky_actions": 0.25}, recorded)
+    _, *changes = [message.split() for message in caplog.messages]
+    assert [(words[0], words[2], words[-1]) for words in changes] == [
+        ("old", "True", "told"),
+        ("sticky_actions", "0.0", "0.25"),
+    ]
+    caplog.clear()
+    run.log_options({}, {"flags": {}})  # A run of before there were options.
+    assert not caplog.messages

@@ -4,6 +4,7 @@
 import dataclasses
 import gc
 import itertools
+import math
 from typing import Any
 
 import gymnasium as gym
@@ -36,6 +37,7 @@ SCALARS = {
     "uint64": st.integers(0, 2**64 - 1),
     "fixed64": st.integers(0, 2**64 - 1),
     "sint64": st.integers(-(2**63), 2**63 - 1),
+    "double": st.floats(allow_nan=False, allow_infinity=False),
     "string": st.text(max_size=20),
     "bytes": st.binary(max_size=300),
 }
@@ -98,12 +100,18 @@ arrays = st.builds(
     dtype=st.sampled_from(wire.DTYPES),
     shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
 )
+printable = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=20)
+options = st.builds(
+    wire.Option,
+    name=printable,
+    value=st.one_of(SCALARS["bool"], SCALARS["sint64"], SCALARS["double"], printable),
+)
 welcomes = st.builds(
     Welcome,
     protocol=SCALARS["uint32"],
     version=SCALARS["string"],
     incarnation_id=SCALARS["bytes"],
-    env=st.text(st.characters(exclude_categories=["C", "Z"]), max_size=20),
+    env=printable,
     num_envs=st.integers(1, 2**32 - 1),
     num_streams=st.integers(1, 2**32 - 1),
     frames_per_step=st.integers(1, 2**32 - 1),
@@ -111,6 +119,7 @@ welcomes = st.builds(
     action=gym_spaces,
     step_arrays=st.lists(arrays, max_size=4, unique_by=lambda a: a.path).map(tuple),
     action_arrays=st.lists(arrays, max_size=4, unique_by=lambda a: a.path).map(tuple),
+    options=st.lists(options, max_size=4, unique_by=lambda o: o.name).map(tuple),
 )
 
 
@@ -149,6 +158,9 @@ def official(protobuf, message: Any) -> Any:
                 value = wire.space_message(value)
             elif kind == "key":
                 value = wire.Key(**{"index" if type(value) is int else "name": value})
+            elif kind == "value":
+                names = {bool: "flag", int: "integer", float: "number", str: "text"}
+                value = wire.Value(**{names[type(value)]: value})
             return official(protobuf, value)
 
         if field.metadata["repeated"]:
@@ -233,6 +245,7 @@ WELCOME = Welcome(
     action=gym.spaces.MultiDiscrete([2, 3]),
     step_arrays=(Array(("observation", 0), "float32", (2, 5)),),
     action_arrays=(Array((), "int64", (2,)),),
+    options=(wire.Option("sticky_actions", 0.25), wire.Option("episodic_life", False)),
 )
 SAMPLES = [
     encode(ToLearner(welcome=WELCOME)),
@@ -369,6 +382,16 @@ MALFORMED = {
         space(field(4, field(1, b"\xff" * 4 + b"\x0f"))),
         "more than",
     ),
+    "option of two values": (
+        Welcome,
+        field(12, field(1, b"x") + field(2, tag(1, 0) + b"\1" + field(4, b"y"))),
+        "Value: expected flag or .* got flag and text",
+    ),
+    "option of no value": (
+        Welcome,
+        field(12, field(1, b"x") + field(2, field(9, b"a later type"))),
+        "Value: expected flag or .* got nothing",
+    ),
     "key twice": (
         Welcome,
         space(field(5, field(1, field(1, b"k") + field(2, field(4, b""))) * 2)),
@@ -417,6 +440,12 @@ def test_an_error_is_one_line_of_bounded_length():
         (dict(env="x" * 201), "at most 200 printable characters"),
         (dict(step_arrays=WELCOME.action_arrays * 2), "the same path"),
         (dict(action_arrays=WELCOME.action_arrays * 4097), "4097, at most 4096"),
+        (dict(options=WELCOME.options * 33), "options: 66, at most 64"),
+        (dict(options=WELCOME.options * 2), "options: two of them have the same name"),
+        (dict(options=(wire.Option("x"),)), "Option 'x': its value is missing"),
+        (dict(options=(wire.Option("x", math.inf),)), "a finite number, got inf"),
+        (dict(options=(wire.Option("x", "\x1b"),)), r"'x': expected .* got '\\x1b'"),
+        (dict(options=(wire.Option("x" * 201, 1),)), "Option.name: expected at most"),
     ],
 )
 def test_a_welcome_that_makes_no_sense_is_refused(change, said):

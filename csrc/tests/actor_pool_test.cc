@@ -1063,6 +1063,16 @@ TEST(all_servers_must_welcome_alike) {
   options.action_arrays = {fake::array({}, "int32")};
   check_second_welcome(
       options, "action array 0 is action int32[], expected action int64[]");
+  options = {};
+  options.options = {fake::option("frame_skip", 8)};
+  check_second_welcome(options,
+                       "option 'frame_skip' of the environment is not");
+  options.options = {};
+  check_second_welcome(options,
+                       "option 'frame_skip' of the environment is not");
+  options.options = {fake::option("frame_skip", 4), fake::option("a", 1)};
+  check_second_welcome(options,
+                       "option 'a' of the environment is not the same");
 }
 
 // --- Agents that do not fit --------------------------------------------------

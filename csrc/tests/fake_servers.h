@@ -124,6 +124,11 @@ inline std::string array(const std::vector<std::string>& path,
 
 constexpr int64_t kFrames = 5;  // Of one pixel each.
 
+// Of the environment: an Option whose Value is an integer.
+inline std::string option(const std::string& name, uint64_t value) {
+  return bytes(1, name) + bytes(2, number(2, value));
+}
+
 struct WelcomeOptions {
   uint64_t protocol = 1;
   std::string env = "Counting";
@@ -139,6 +144,7 @@ struct WelcomeOptions {
       array({"last_action"}, "int64"),
       array({"info", "game_return"}, "float32")};
   std::vector<std::string> action_arrays = {array({}, "int64")};
+  std::vector<std::string> options = {option("frame_skip", 4)};
 };
 
 inline std::string welcome(const WelcomeOptions& options) {
@@ -147,6 +153,7 @@ inline std::string welcome(const WelcomeOptions& options) {
                     number(5, options.num_envs) + number(6, 1) + number(7, 4);
   for (const std::string& spec : options.step_arrays) out += bytes(10, spec);
   for (const std::string& spec : options.action_arrays) out += bytes(11, spec);
+  for (const std::string& one : options.options) out += bytes(12, one);
   return bytes(1, out);
 }
 

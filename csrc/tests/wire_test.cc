@@ -199,6 +199,34 @@ TEST(welcomes_have_limits) {
            0u);
 }
 
+TEST(options_are_kept_by_name_and_have_limits) {
+  const auto read = [](const std::vector<std::string>& given) {
+    fake::WelcomeOptions welcome;
+    welcome.options = given;
+    return read_welcome(fake::welcome(welcome)).options;
+  };
+  const auto options = read({fake::option("skip", 8), fake::bytes(1, "x")});
+  CHECK_EQ(options.size(), 2u);
+  CHECK_EQ(options.at("skip"), fake::number(2, 8));
+  CHECK_EQ(options.at("x"), "");
+  CHECK_THROWS(DecodeError, "the option 'skip' is there twice",
+               read({fake::option("skip", 8), fake::option("skip", 4)}));
+  CHECK_THROWS(DecodeError, "the option '?[2J' is too long or has control",
+               read({fake::option("[2J", 1)}));
+  CHECK_THROWS(DecodeError, "is too long or has control characters",
+               read({fake::option(std::string(1025, 'x'), 1)}));
+  CHECK_THROWS(
+      DecodeError, "the option 'x' has a value of more than 1024 bytes",
+      read({fake::bytes(1, "x") + fake::bytes(2, std::string(1025, 'v'))}));
+  std::vector<std::string> many;
+  for (size_t i = 0; i < wire::kMaxOptions; ++i) {
+    many.push_back(fake::option(std::to_string(i), i));
+  }
+  CHECK_EQ(read(many).size(), wire::kMaxOptions);
+  many.push_back(fake::option("one more", 1));
+  CHECK_THROWS(DecodeError, "more than 64 options", read(many));
+}
+
 TEST(malformed_fields_are_refused) {
   CHECK_THROWS(DecodeError, "unknown dtype 'object'",
                read_array(fake::array({"x"}, "object")));
@@ -226,7 +254,7 @@ TEST(malformed_fields_are_refused) {
   CHECK_THROWS(DecodeError, "field number 0",
                read_welcome(fake::bytes(1, std::string(2, '\0'))));
   CHECK_THROWS(DecodeError, "wire type 3 is unknown",
-               read_welcome(fake::bytes(1, "\x63")));
+               read_welcome(fake::bytes(1, "\x6b")));
   CHECK_THROWS(DecodeError, "a field of 100 bytes has only 1 left",
                read_welcome(fake::bytes(1, "\x22\x64x")));
 }
