@@ -188,7 +188,34 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
     Actor* actor;  // Of the old lane; none if it is free.
   };
 
-  // One stream. What carries no remark is guarded by mu_.
+  // One connection of a stream, from connect() on; the next one begins as new.
+  // What carries no remark is guarded by mu_.
+  struct Life {
+    // It ends only to begin with the right first_env_id.
+    const bool repeat = false;
+    std::shared_ptr<Stream> stream = nullptr;
+    bool welcomed = false;  // And not closed since.
+    bool closing = false;   // We gave it up: its messages are ignored.
+    bool closed = false;    // It has ended.
+    Clock::time_point asked_at = {};  // When it began to wait for its server.
+
+    Slab* slab = nullptr;  // Its rollout's, if any.
+    size_t lane = 0;
+    int64_t row = 0;  // The last one written: the steps of the rollout so far.
+
+    // A Step that waits: for room, or for the end of a move.
+    std::optional<Segments> held = std::nullopt;
+
+    uint64_t next_seq = 0;  // Only the lane's owner changes it.
+
+    // Owned like the lane.
+    wire::Step step = {};                 // Where the message's arrays are.
+    std::vector<Array> outputs = {};      // For the row before. None: zeros.
+    std::vector<Array> agent_state = {};  // After it.
+  };
+
+  // One stream: what is constant, what outlasts a connection, and the present
+  // connection. What carries no remark is guarded by mu_.
   struct Actor final : StreamEvents {
     Actor(Impl* impl, size_t stream_index, std::string server_address)
         : pool(impl), index(stream_index), address(std::move(server_address)) {}
@@ -208,32 +235,15 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
     const bool takes_newest_frames = !address.starts_with("unix:");
 
     StreamState state = StreamState::kWaitingToConnect;
-    std::shared_ptr<Stream> stream;
-    bool welcomed = false;  // And not closed since.
-    bool closing = false;   // We gave it up: its messages are ignored.
-    bool closed = false;    // It has ended.
-    bool repeat = false;  // It ends only to begin with the right first_env_id.
     uint64_t incarnations = 0;
     int attempts = 0;           // To connect, since the last step.
     int failures = 0;           // Since the last finished rollout.
     bool has_finished = false;  // A rollout, ever.
     int64_t steps = 0;
-    Clock::time_point asked_at;  // When it began to wait for its server.
     Histogram latency;
 
-    Slab* slab = nullptr;  // Its rollout's, if any.
-    size_t lane = 0;
-    int64_t row = 0;  // The last one written: the steps of the rollout so far.
-
-    // A Step that waits: for room, or for the end of a move.
-    std::optional<Segments> held;
-
-    uint64_t next_seq = 0;  // Only the lane's owner changes it.
-
-    // Owned like the lane.
-    wire::Step step;                 // Where the arrays of the message are.
-    std::vector<Array> outputs;      // For the row before. None: zeros.
-    std::vector<Array> agent_state;  // After it.
+    // None before the first connection. A dead one stays until the next.
+    std::optional<Life> life;
   };
 
   using Lock = std::unique_lock<std::mutex>;
@@ -264,7 +274,7 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
                  bool with_outputs) const;
   void write_state(const Actor& actor) const;
   Slab* finish_rollout_locked(Actor& actor);
-  void discard_rollout_locked(Actor& actor);
+  void discard_rollout_locked(Life& life);
   void deliver(Slab* slab);
   std::vector<Move> straggler_moves_locked(Slab& young);
   void move_lane(const Move& move) const;
@@ -390,7 +400,7 @@ void ActorPool::Impl::work() {
   while (!has_ended_locked()) {
     if (Clock::now() >= next_look_) give_up_silent_locked(lock);
     if (Actor* actor = next_to_resume_locked()) {
-      Segments message = *std::exchange(actor->held, std::nullopt);
+      Segments message = *std::exchange(actor->life->held, std::nullopt);
       lock.unlock();
       resume(*actor, std::move(message));
       lock.lock();
@@ -412,13 +422,15 @@ void ActorPool::Impl::give_up_silent_locked(Lock& lock) {
   const double limit_s = options_.step_timeout_s;
   std::vector<std::shared_ptr<Stream>> streams;
   for (const auto& actor : actors_) {
-    if (actor->closing || waiting_s_locked(*actor, now) <= limit_s) continue;
+    if (waiting_s_locked(*actor, now) <= limit_s || actor->life->closing) {
+      continue;
+    }
     std::array<char, 32> limit = {};
     std::snprintf(limit.data(), limit.size(), "%g", limit_s);
     note_locked(where_locked(*actor) + ": the server has not answered for " +
                 limit.data() + " s; connecting anew");
     give_up_locked(*actor);
-    streams.push_back(actor->stream);
+    streams.push_back(actor->life->stream);
   }
   next_look_ = now + seconds(std::min(kLateness * limit_s, kMaxLatenessS));
   lock.unlock();
@@ -485,11 +497,10 @@ void ActorPool::Impl::connect(Lock& lock, Actor& actor) {
   hello.incarnation = options_.first_incarnation + actor.incarnations;
   hello.newest_frames = actor.takes_newest_frames;
   actor.state = StreamState::kConnecting;
-  actor.closing = actor.closed = false;
-  actor.next_seq = 0;
-  actor.repeat = !env_ && actor.index > 0;
   ++actor.attempts;
-  std::shared_ptr<Stream> before = std::move(actor.stream);
+  // The dead connection is destroyed without the lock: it has a stream.
+  std::optional<Life> before = std::exchange(actor.life, std::nullopt);
+  actor.life.emplace(Life{.repeat = !env_ && actor.index > 0});
   const size_t limit = env_ ? env_->max_message_bytes : kMaxMessageBytes;
 
   lock.unlock();
@@ -497,7 +508,7 @@ void ActorPool::Impl::connect(Lock& lock, Actor& actor) {
   std::shared_ptr<Stream> stream =
       transport_->connect(actor.address, &actor, limit);
   lock.lock();
-  actor.stream = stream;
+  actor.life->stream = stream;
   lock.unlock();
   stream->start(wire::hello_to_server(hello));
   lock.lock();
@@ -512,15 +523,17 @@ void ActorPool::Impl::tear_down() {
   // From here on only those who answer the batcher may come, and stats().
   std::vector<std::shared_ptr<Stream>> streams;
   std::vector<std::unique_ptr<Slab>> slabs;
-  std::vector<Segments> messages;
+  std::vector<std::optional<Segments>> messages;
   std::lock_guard lock(mu_);
   for (const auto& actor : actors_) {
-    discard_rollout_locked(*actor);
-    actor->welcomed = false;
     actor->state = StreamState::kStopped;
-    streams.push_back(std::move(actor->stream));
-    if (actor->held) messages.push_back(std::move(*actor->held));
-    actor->held.reset();
+    if (!actor->life) continue;
+    // Whoever answers may still write to the rest of it.
+    Life& life = *actor->life;
+    discard_rollout_locked(life);
+    life.welcomed = false;
+    streams.push_back(std::move(life.stream));
+    messages.push_back(std::exchange(life.held, std::nullopt));
   }
   for (const auto& slab : slabs_) {
     for (const Lane& lane : slab->lanes) {
@@ -545,7 +558,7 @@ void ActorPool::Impl::on_connected(Actor& actor) {
   std::lock_guard lock(mu_);
   if (actor.state == StreamState::kConnecting) {
     actor.state = StreamState::kGreeting;
-    actor.asked_at = Clock::now();
+    actor.life->asked_at = Clock::now();
   }
 }
 
@@ -572,11 +585,11 @@ void ActorPool::Impl::on_message(Actor& actor, Segments message) {
         std::shared_ptr<Stream> stream;
         {
           std::lock_guard lock(mu_);
-          if (actor.closing || stopping_) return;
+          if (actor.life->closing || stopping_) return;
           note_locked(where_locked(actor) + ": the server says goodbye: " +
                       wire::printable(goodbye.reason, kMaxTextBytes));
           give_up_locked(actor);
-          stream = actor.stream;
+          stream = actor.life->stream;
         }
         stream->cancel();
         return;
@@ -591,12 +604,13 @@ void ActorPool::Impl::on_message(Actor& actor, Segments message) {
 
 void ActorPool::Impl::on_welcome(Actor& actor, const Segments& message,
                                  wire::Piece body) {
+  Life& life = *actor.life;
   wire::Welcome welcome = wire::decode_welcome(message, body);
   const EnvSpec* env = nullptr;
   {
     std::lock_guard lock(mu_);
-    if (actor.closing || stopping_) return;
-    if (actor.welcomed) throw wire::DecodeError("a second Welcome");
+    if (life.closing || stopping_) return;
+    if (life.welcomed) throw wire::DecodeError("a second Welcome");
     env = env_.get();
   }
   std::unique_ptr<const EnvSpec> made;
@@ -623,39 +637,39 @@ void ActorPool::Impl::on_welcome(Actor& actor, const Segments& message,
   std::shared_ptr<Stream> stream;
   {
     std::lock_guard lock(mu_);
-    if (actor.closing || stopping_) return;
+    if (life.closing || stopping_) return;
     if (made) {
       env_ = std::move(made);
       scout_ = nullptr;
       changed_.notify_all();
     }
-    if (!actor.repeat) {
-      actor.welcomed = true;
+    if (!life.repeat) {
+      life.welcomed = true;
       ++connects_;
       if (actor.incarnations++ > 0) {
         ++reconnects_;
         note_locked(where_locked(actor) + ": connected again");
       }
-      actor.outputs.clear();
-      actor.agent_state = env->initial_state;
+      life.agent_state = env->initial_state;
       actor.state = StreamState::kWaitingForEnv;
-      actor.asked_at = Clock::now();
+      life.asked_at = Clock::now();
       return;
     }
     actor.attempts = 0;
     give_up_locked(actor);
-    stream = actor.stream;
+    stream = life.stream;
   }
   stream->cancel();
 }
 
 void ActorPool::Impl::on_step(Actor& actor, Segments message) {
+  Life& life = *actor.life;
   {
     std::lock_guard lock(mu_);
-    if (actor.closing || stopping_) return;
-    if (!actor.welcomed) throw wire::DecodeError("a Step before the Welcome");
-    if (actor.state == StreamState::kMoving && !actor.held) {
-      actor.held = std::move(message);
+    if (life.closing || stopping_) return;
+    if (!life.welcomed) throw wire::DecodeError("a Step before the Welcome");
+    if (actor.state == StreamState::kMoving && !life.held) {
+      life.held = std::move(message);
       return;
     }
     if (actor.state != StreamState::kWaitingForEnv) {
@@ -668,13 +682,14 @@ void ActorPool::Impl::on_step(Actor& actor, Segments message) {
 
 void ActorPool::Impl::on_closed(Actor& actor, const std::string& why,
                                 bool transient) {
+  Life& life = *actor.life;
   std::lock_guard lock(mu_);
-  actor.closed = true;
+  life.closed = true;
   if (stopping_) return;
-  if (!actor.closing) {
+  if (!life.closing) {
     if (!transient) {
       count_failure_locked(actor, why, false);
-    } else if (actor.welcomed || actor.attempts == 1) {
+    } else if (life.welcomed || actor.attempts == 1) {
       note_locked(where_locked(actor) + ": " + why);
     }  // Else it is one of many attempts to reach a server that is away.
     give_up_locked(actor);
@@ -688,29 +703,30 @@ void ActorPool::Impl::on_closed(Actor& actor, const std::string& why,
 // who wants to move the stream on: if true, there is nothing left to do.
 bool ActorPool::Impl::is_over_locked(Actor& actor) {
   if (stopping_) return true;
-  if (!actor.closing) return false;
+  if (!actor.life->closing) return false;
   actor.state = StreamState::kClosing;
-  if (actor.closed) finish_close_locked(actor);
+  if (actor.life->closed) finish_close_locked(actor);
   return true;
 }
 
 // Writes the Step's row; asks the agent, or goes on to the next rollout.
 void ActorPool::Impl::receive(Actor& actor, Segments message) {
+  Life& life = *actor.life;
   const int64_t K = env_->num_envs;
   const auto now = Clock::now();
   try {
     const wire::Piece body = wire::open(message).body;
-    wire::decode_step(message, body, env_->welcome.step_arrays, K, &actor.step);
-    if (actor.step.seq != actor.next_seq) {
-      throw wire::DecodeError("Step " + std::to_string(actor.step.seq) +
+    wire::decode_step(message, body, env_->welcome.step_arrays, K, &life.step);
+    if (life.step.seq != life.next_seq) {
+      throw wire::DecodeError("Step " + std::to_string(life.step.seq) +
                               ", expected Step " +
-                              std::to_string(actor.next_seq));
+                              std::to_string(life.next_seq));
     }
-    if (actor.step.newest_frames && !actor.slab) {
+    if (life.step.newest_frames && !life.slab) {
       throw wire::DecodeError("the first Step has only the newest frames");
     }
-    if (actor.step.newest_frames && ends_rollout(actor)) {
-      throw wire::DecodeError("Step " + std::to_string(actor.step.seq) +
+    if (life.step.newest_frames && ends_rollout(actor)) {
+      throw wire::DecodeError("Step " + std::to_string(life.step.seq) +
                               " has only the newest frames, expected all");
     }
   } catch (const wire::DecodeError& error) {
@@ -722,26 +738,26 @@ void ActorPool::Impl::receive(Actor& actor, Segments message) {
     throw;  // To on_message, or resume().
   }
 
-  if (actor.next_seq > 0) {  // The very first row belongs to no action.
+  if (life.next_seq > 0) {  // The very first row belongs to no action.
     bool with_outputs;
     {
       Lock lock(mu_);
-      actor.latency.add(now - actor.asked_at);
-      with_outputs = has_outputs(lock, *actor.slab);
+      actor.latency.add(now - life.asked_at);
+      with_outputs = has_outputs(lock, *life.slab);
     }
-    write_row(actor, message, actor.row + 1, with_outputs);
+    write_row(actor, message, life.row + 1, with_outputs);
 
     bool ends = false;
     Slab* complete = nullptr;
     {
       std::lock_guard lock(mu_);
-      ++actor.next_seq;
-      ++actor.row;
+      ++life.next_seq;
+      ++life.row;
       actor.attempts = 0;
       actor.steps += K;
       received_ += K;
       in_slabs_ += K;
-      ends = actor.row == options_.unroll_length;
+      ends = life.row == options_.unroll_length;
       if (ends) {
         complete = finish_rollout_locked(actor);
       } else {
@@ -756,20 +772,21 @@ void ActorPool::Impl::receive(Actor& actor, Segments message) {
     if (complete) deliver(complete);
   } else {
     std::lock_guard lock(mu_);
-    ++actor.next_seq;
+    ++life.next_seq;
   }
   begin_rollout(actor, std::move(message));
 }
 
 // Takes a lane for the stream, and the last row received as its row 0.
 void ActorPool::Impl::begin_rollout(Actor& actor, Segments message) {
+  Life& life = *actor.life;
   bool with_outputs;
   std::unique_ptr<Slab> fresh;  // Let go of after the lock, if not needed.
   {
     Lock lock(mu_);
     if (is_over_locked(actor)) return;
     if (!has_room_locked(waiting_for_room_.size())) {
-      actor.held = std::move(message);
+      life.held = std::move(message);
       actor.state = StreamState::kWaitingForRoom;
       waiting_for_room_.push_back(&actor);
       return;
@@ -785,7 +802,7 @@ void ActorPool::Impl::begin_rollout(Actor& actor, Segments message) {
         claim_lane_locked(actor);
       }
     }
-    with_outputs = has_outputs(lock, *actor.slab);
+    with_outputs = has_outputs(lock, *life.slab);
   }
   write_row(actor, message, 0, with_outputs);
   write_state(actor);
@@ -801,7 +818,7 @@ void ActorPool::Impl::begin_rollout(Actor& actor, Segments message) {
 // rollout that it ended; or as it came.
 void ActorPool::Impl::resume(Actor& actor, Segments message) {
   try {
-    if (actor.slab) {
+    if (actor.life->slab) {
       receive(actor, std::move(message));
     } else {
       begin_rollout(actor, std::move(message));
@@ -814,18 +831,19 @@ void ActorPool::Impl::resume(Actor& actor, Segments message) {
 // The inputs are the row itself, in the slab. It stays as it is until the
 // answer, and its memory for as long as anybody holds the inputs.
 void ActorPool::Impl::ask_agent(Actor& actor) {
+  const Life& life = *actor.life;
   const int64_t K = env_->num_envs;
   Nest inputs;
   inputs.structure = env_->inputs;
   inputs.leaves.reserve(env_->inputs->num_leaves);
   for (const size_t i : env_->inference_leaves) {
     const RowLeaf& leaf = env_->leaves[i];
-    const Array& array = actor.slab->env[i];
+    const Array& array = life.slab->env[i];
     inputs.leaves.push_back({leaf.dtype, row_shape(1, K, leaf.shape),
-                             array.data + offset(actor, actor.row, leaf),
+                             array.data + offset(actor, life.row, leaf),
                              array.owner});
   }
-  for (const Array& array : actor.agent_state) inputs.leaves.push_back(array);
+  for (const Array& array : life.agent_state) inputs.leaves.push_back(array);
   try {
     options_.inference_batcher->compute_async(
         std::move(inputs),
@@ -845,6 +863,7 @@ void ActorPool::Impl::ask_agent(Actor& actor) {
 // set the outputs has done nothing wrong by our standards.
 void ActorPool::Impl::on_answer(Actor& actor, const Outputs* outputs,
                                 std::exception_ptr error) {
+  Life& life = *actor.life;
   if (error) {
     // The lane stays taken: a batch that failed may still be read.
     fail(error);
@@ -878,18 +897,18 @@ void ActorPool::Impl::on_answer(Actor& actor, const Outputs* outputs,
       action.emplace_back(array.data, array.nbytes());
     }
     std::string message =
-        wire::action_to_server(actor.next_seq - 1, action, wants_whole);
+        wire::action_to_server(life.next_seq - 1, action, wants_whole);
 
     const auto state = answer.leaves.begin() + agent->leaves.size();
-    actor.outputs.assign(answer.leaves.begin(), state);
-    actor.agent_state.assign(state, answer.leaves.end());
+    life.outputs.assign(answer.leaves.begin(), state);
+    life.agent_state.assign(state, answer.leaves.end());
     std::shared_ptr<Stream> stream;
     {
       std::lock_guard lock(mu_);
       if (is_over_locked(actor)) return;
       actor.state = StreamState::kWaitingForEnv;
-      actor.asked_at = Clock::now();
-      stream = actor.stream;
+      life.asked_at = Clock::now();
+      stream = life.stream;
     }
     stream->send(std::move(message));
   } catch (...) {
@@ -949,9 +968,9 @@ bool ActorPool::Impl::claim_lane_locked(Actor& actor) {
     for (size_t i = 0; i < slab->lanes.size(); ++i) {
       if (slab->lanes[i].state != Lane::State::kFree) continue;
       slab->lanes[i] = {Lane::State::kTaken, &actor};
-      actor.slab = slab.get();
-      actor.lane = i;
-      actor.row = 0;
+      actor.life->slab = slab.get();
+      actor.life->lane = i;
+      actor.life->row = 0;
       return true;
     }
   }
@@ -961,23 +980,25 @@ bool ActorPool::Impl::claim_lane_locked(Actor& actor) {
 // Whether the next row is its last. It is row 0 of the next one, too, so the
 // server must send all of it: the row before is not in that slab.
 bool ActorPool::Impl::ends_rollout(const Actor& actor) const {
-  return actor.row + 1 == options_.unroll_length;
+  return actor.life->row + 1 == options_.unroll_length;
 }
 
 // Where the row of the actor's lane is in an array of its slab.
 size_t ActorPool::Impl::offset(const Actor& actor, int64_t row,
                                const RowLeaf& leaf) const {
-  return (row * env_->columns + actor.lane * env_->num_envs) * leaf.nbytes;
+  return (row * env_->columns + actor.life->lane * env_->num_envs) *
+         leaf.nbytes;
 }
 
 void ActorPool::Impl::write_row(const Actor& actor, const Segments& message,
                                 int64_t row, bool with_outputs) const {
+  const Life& life = *actor.life;
   for (size_t i = 0; i < env_->leaves.size(); ++i) {
     const RowLeaf& leaf = env_->leaves[i];
-    const wire::Piece piece = actor.step.arrays[leaf.source];
-    char* const data = actor.slab->env[i].data;
+    const wire::Piece piece = life.step.arrays[leaf.source];
+    char* const data = life.slab->env[i].data;
     char* const to = data + offset(actor, row, leaf);
-    if (!actor.step.newest_frames || leaf.frame_nbytes == 0) {
+    if (!life.step.newest_frames || leaf.frame_nbytes == 0) {
       wire::copy(message, piece, to);
       continue;
     }
@@ -992,31 +1013,33 @@ void ActorPool::Impl::write_row(const Actor& actor, const Segments& message,
   if (!with_outputs) return;
   for (size_t i = 0; i < agent_->leaves.size(); ++i) {
     const RowLeaf& leaf = agent_->leaves[i];
-    char* const to = actor.slab->outputs[i].data + offset(actor, row, leaf);
+    char* const to = life.slab->outputs[i].data + offset(actor, row, leaf);
     const size_t size = env_->num_envs * leaf.nbytes;
-    if (actor.outputs.empty()) {
+    if (life.outputs.empty()) {
       std::memset(to, 0, size);
     } else {
-      std::memcpy(to, actor.outputs[i].data, size);
+      std::memcpy(to, life.outputs[i].data, size);
     }
   }
 }
 
 void ActorPool::Impl::write_state(const Actor& actor) const {
+  const Life& life = *actor.life;
   const size_t K = env_->num_envs;
   for (size_t i = 0; i < env_->state_leaves.size(); ++i) {
     const StateLeaf& leaf = env_->state_leaves[i];
-    leaf.copy(K, actor.agent_state[i].data, K,
-              actor.slab->state[i].data + actor.lane * K * leaf.inner,
+    leaf.copy(K, life.agent_state[i].data, K,
+              life.slab->state[i].data + life.lane * K * leaf.inner,
               env_->columns);
   }
 }
 
 // Returns the slab if this was its last rollout; then it is the caller's.
 ActorPool::Impl::Slab* ActorPool::Impl::finish_rollout_locked(Actor& actor) {
-  Slab* const slab = std::exchange(actor.slab, nullptr);
-  slab->lanes[actor.lane] = {Lane::State::kFinished, nullptr};
-  actor.row = 0;
+  Life& life = *actor.life;
+  Slab* const slab = std::exchange(life.slab, nullptr);
+  slab->lanes[life.lane] = {Lane::State::kFinished, nullptr};
+  life.row = 0;
   actor.failures = 0;
   actor.has_finished = true;
   for (const Lane& lane : slab->lanes) {
@@ -1026,11 +1049,11 @@ ActorPool::Impl::Slab* ActorPool::Impl::finish_rollout_locked(Actor& actor) {
   return slab;
 }
 
-void ActorPool::Impl::discard_rollout_locked(Actor& actor) {
-  Slab* const slab = std::exchange(actor.slab, nullptr);
+void ActorPool::Impl::discard_rollout_locked(Life& life) {
+  Slab* const slab = std::exchange(life.slab, nullptr);
   if (!slab) return;
-  const int64_t steps = std::exchange(actor.row, 0) * env_->num_envs;
-  slab->lanes[actor.lane] = {};
+  const int64_t steps = std::exchange(life.row, 0) * env_->num_envs;
+  slab->lanes[life.lane] = {};
   discarded_ += steps;
   in_slabs_ -= steps;
 }
@@ -1110,7 +1133,7 @@ std::vector<ActorPool::Impl::Move> ActorPool::Impl::straggler_moves_locked(
 // the young slab.
 void ActorPool::Impl::move_lane(const Move& move) const {
   const int64_t K = env_->num_envs;
-  const int64_t filled = move.actor ? move.actor->row + 1 : 0;  // Rows.
+  const int64_t filled = move.actor ? move.actor->life->row + 1 : 0;
   const auto move_rows = [&](const std::vector<RowLeaf>& leaves,
                              const std::vector<Array>& old,
                              const std::vector<Array>& young) {
@@ -1152,11 +1175,11 @@ void ActorPool::Impl::finish_moves_locked(const std::vector<Move>& moves) {
     if (!move.actor) continue;
     Actor& actor = *move.actor;
     move.young->lanes[move.young_lane] = {Lane::State::kTaken, &actor};
-    actor.slab = move.young;
-    actor.lane = move.young_lane;
+    actor.life->slab = move.young;
+    actor.life->lane = move.young_lane;
     if (is_over_locked(actor)) continue;
     actor.state = StreamState::kWaitingForEnv;
-    if (actor.held) {  // It came during the move.
+    if (actor.life->held) {  // It came during the move.
       actor.state = StreamState::kReceiving;
       to_resume_.push_back(&actor);
       changed_.notify_all();
@@ -1173,17 +1196,17 @@ void ActorPool::Impl::give_up(Actor& actor, const std::string& why,
   std::shared_ptr<Stream> stream;
   {
     std::lock_guard lock(mu_);
-    if (actor.closing || stopping_) return;
+    if (actor.life->closing || stopping_) return;
     count_failure_locked(actor, why, permanent);
     give_up_locked(actor);
-    stream = actor.stream;
+    stream = actor.life->stream;
   }
   stream->cancel();  // on_closed will follow.
 }
 
 void ActorPool::Impl::give_up_locked(Actor& actor) {
-  actor.closing = true;
-  actor.welcomed = false;
+  actor.life->closing = true;
+  actor.life->welcomed = false;
   std::erase(waiting_for_room_, &actor);
   if (!is_busy(actor.state)) actor.state = StreamState::kClosing;
 }
@@ -1207,10 +1230,10 @@ void ActorPool::Impl::count_failure_locked(Actor& actor, const std::string& why,
 
 // The stream has ended and nobody uses its lane: connects again, later.
 void ActorPool::Impl::finish_close_locked(Actor& actor) {
-  discard_rollout_locked(actor);
+  discard_rollout_locked(*actor.life);
   if (scout_ == &actor) scout_ = nullptr;
   double delay_s = 0;
-  if (!actor.repeat) {
+  if (!actor.life->repeat) {
     delay_s = std::min(
         options_.first_backoff_s * std::exp2(std::max(actor.attempts - 1, 0)),
         kMaxBackoffS);
@@ -1242,7 +1265,8 @@ std::string ActorPool::Impl::where_locked(const Actor& actor) const {
     text += ", environments " + std::to_string(first) + " to " +
             std::to_string(first + env_->num_envs - 1);
   }
-  return text + "), step " + std::to_string(actor.next_seq);
+  return text + "), step " +
+         std::to_string(actor.life ? actor.life->next_seq : 0);
 }
 
 // How long the stream has been waiting for its server; 0 if it is not.
@@ -1252,7 +1276,7 @@ double ActorPool::Impl::waiting_s_locked(const Actor& actor,
       actor.state != StreamState::kWaitingForEnv) {
     return 0;
   }
-  return std::chrono::duration<double>(now - actor.asked_at).count();
+  return std::chrono::duration<double>(now - actor.life->asked_at).count();
 }
 
 void ActorPool::Impl::note_locked(std::string line) {
@@ -1306,10 +1330,11 @@ PoolStats ActorPool::Impl::stats() const {
     }
     AddressStats& address = stats.addresses[found->second];
     ++address.streams;
-    address.connected += actor->welcomed;
+    const bool connected = actor->life && actor->life->welcomed;
+    address.connected += connected;
     address.steps += actor->steps;
     latencies[found->second].add(actor->latency);
-    stats.connected += actor->welcomed;
+    stats.connected += connected;
     stats.states.push_back(actor->state);
     stats.waiting_s.push_back(waiting_s_locked(*actor, now));
   }

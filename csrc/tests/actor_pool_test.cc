@@ -1280,6 +1280,68 @@ TEST(a_straggler_may_be_lost) {
   CHECK_EQ(server.errors(), 0);
 }
 
+namespace {
+
+// A stream dies while its Step kT waits for room. After it came back and played
+// `rows` rows its rollout moves to another slab, which is where the pool looks
+// for a Step that came meanwhile.
+void check_no_step_outlives_its_stream(int64_t rows) {
+  RigOptions options;
+  options.addresses = {"a", "b"};
+  options.maximum_queue_size = kC;
+  Rig rig(options);
+  rig.start();
+  Checker checker(3);
+  Player lost(rig.network->accept(), 3);
+  lost.greet();
+  Player other(rig.network->accept(), 3);
+  other.greet();
+  play(rig, lost, 1);  // In the first slab, with a rollout of `other`.
+  play(rig, other, 3 * kT);
+  other.step();
+  rig.wait_for(StreamState::kWaitingForRoom, 1);
+  play(rig, lost, kT - 1);
+  lost.step();
+  rig.wait_for(StreamState::kWaitingForRoom);
+  lost.connection->close();
+
+  Player again(rig.network->accept(), 3);
+  for (int i = 0; i < 2; ++i) checker.check(*rig.queue->dequeue_many());
+  rig.answer_batch();
+  other.take_action();
+  again.greet();
+  play(rig, again, rows);
+  // The slab after theirs, and the one that changes places with theirs.
+  play(rig, other, 3 * kT - 1);
+  other.step();
+  checker.check(*rig.queue->dequeue_many());
+  rig.answer_batch();
+  other.take_action();
+  play(rig, other, 2 * kT - 1);
+  other.step();
+  checker.check(*rig.queue->dequeue_many());
+
+  again.step();
+  wait_until([&] {
+    return again.connection->has_ended() ||
+           rig.state() == StreamState::kWaitingForInference ||
+           rig.state() == StreamState::kWaitingForRoom;
+  });
+  if (rig.queue->size() > 0) checker.check(*rig.queue->dequeue_many());
+  CHECK_EQ(rig.pool->stats().failures, 0);
+  CHECK(!again.connection->has_ended());
+  CHECK_EQ(checker.has_seen(0, 101, 0), rows == kT);
+}
+
+}  // namespace
+
+TEST(a_step_that_waited_for_room_is_no_message_of_the_next_life) {
+  check_no_step_outlives_its_stream(3);
+}
+TEST(a_step_that_waited_for_room_is_no_row_of_the_next_life) {
+  check_no_step_outlives_its_stream(kT);
+}
+
 // --- Ends of the run ---------------------------------------------------------
 
 namespace {
@@ -1496,11 +1558,17 @@ class MoodyServer : public fake::CountingServer {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     if (mood % 397 == 0) {
+      ++failures_;
       connection.deliver(fake::failure("bad mood"));
     } else {
       CountingServer::reply(connection);
     }
   }
+
+  int64_t failures() const { return failures_; }  // Sent.
+
+ private:
+  std::atomic<int64_t> failures_{0};
 };
 
 }  // namespace
@@ -1536,6 +1604,7 @@ TEST(random_losses_break_no_rollout) {
   });
   std::minstd_rand random(11);
   int losses = 0;
+  int num_malformed = 0;
   while (losses < kLosses) {
     const auto connections = rig.network->connections();
     if (!connections.empty()) {
@@ -1549,6 +1618,9 @@ TEST(random_losses_break_no_rollout) {
       }
     }
     CHECK(is_balanced(rig.pool->stats()));
+    for (const std::string& event : rig.pool->take_events()) {
+      num_malformed += event.find("malformed") != std::string::npos;
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   rig.pool->stop();
@@ -1562,4 +1634,7 @@ TEST(random_losses_break_no_rollout) {
   CHECK_EQ(stats.learned, kT * checker.rollouts());
   CHECK(checker.rollouts() > 0);
   CHECK(stats.reconnects > 0);
+  CHECK_EQ(num_malformed, 0);
+  CHECK(stats.failures > 0);
+  CHECK(stats.failures <= server.failures());
 }
