@@ -1452,7 +1452,9 @@ def test(flags: argparse.Namespace) -> Exit:
 
     evaluation.test_run(
         flags,
-        create_env=lambda render_mode: create_env(flags, render_mode),
+        create_envs=lambda render_mode, **options: environment.Environments(
+            lambda: create_env(flags, render_mode), 1, **options
+        ),
         create_net=lambda obs, action: create_net(flags, Spaces(obs, action)),
         policy=policy,
     )

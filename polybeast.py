@@ -1462,7 +1462,7 @@ def test(flags: argparse.Namespace) -> Exit:
 
     evaluation.test_run(
         flags,
-        create_env=lambda render_mode: polybeast_env.create_env(flags, render_mode),
+        create_envs=functools.partial(polybeast_env.create_environments, flags, 1),
         create_net=lambda obs, action: create_net(flags, Spaces(obs, action)),
         policy=policy,
     )

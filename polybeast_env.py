@@ -101,21 +101,29 @@ def create_env(flags: argparse.Namespace, render_mode: str | None = None) -> Any
 
 
 def create_environments(
-    flags: argparse.Namespace, num_envs: int, **options: Any
+    flags: argparse.Namespace,
+    num_envs: int,
+    *,
+    render_mode: str | None = None,
+    **options: Any,
 ) -> environment.Environments:
-    """Return the K environments of a stream.
+    """Return the K environments of a stream, or those that --mode test plays.
 
     Args:
+      render_mode: as `create_env` takes it.
       options: as `core.environment.Environments` takes them.
     """
     if is_vector(flags.env):
         from core import vector_env
 
-        return vector_env.make_vector(
-            flags.env, num_envs, atari_options=atari_options(flags), **options
-        )
+        if render_mode is None:
+            return vector_env.make_vector(
+                flags.env, num_envs, atari_options=atari_options(flags), **options
+            )
+        name = vector_env.single_game(flags.env)  # It can be drawn.
+        flags = argparse.Namespace(**{**vars(flags), "env": name})
     return environment.Environments(
-        lambda: create_env(flags),
+        lambda: create_env(flags, render_mode),
         num_envs,
         recycle_games=flags.recycle_games,
         **options,

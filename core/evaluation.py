@@ -157,14 +157,15 @@ def report(
 def test_run(
     flags: argparse.Namespace,
     *,
-    create_env: Callable[[str | None], Any],
+    create_envs: Callable[..., Environments],
     create_net: Callable[[gym.Space, gym.Space], Any],
     policy: Callable[[Any], Policy],
 ) -> None:
     """Play `--num_episodes` full games with a run's newest checkpoint; report them.
 
     Args:
-      create_env: creates the environment, given a render mode.
+      create_envs: creates one environment, given `render_mode` and what else
+        `Environments` takes.
       create_net: creates the network, given the observation and the action space.
       policy: makes a policy of a network.
 
@@ -183,9 +184,7 @@ def test_run(
     seed = flags.seed if flags.seed is not None else secrets.randbelow(2**31)
     seed_rng(seed)
     try:
-        envs = Environments(
-            lambda: create_env(render_mode), 1, seed=seed, seed_every_game=True
-        )
+        envs = create_envs(render_mode=render_mode, seed=seed, seed_every_game=True)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with contextlib.closing(envs):

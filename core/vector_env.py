@@ -61,11 +61,14 @@ def make_vector(
     first_env_id: int = 0,
     incarnation: int = 0,
     info_keys: tuple[str, ...] = (),
+    seed_every_game: bool = False,
 ) -> Environments:
     """Create the `num_envs` environments that `--env name` stands for.
 
     Args:
       atari_options: as `atari_wrappers.protocol` returns them; only for Atari games.
+      seed_every_game: as for `Environments`, but EnvPool is seeded once, when it is
+        made.
 
     Raises:
       ValueError: there is no such environment, its package is not installed, or it
@@ -79,8 +82,31 @@ def make_vector(
     )
     seeds = [env_seed(seed, first_env_id + k, incarnation, 0) for k in range(num_envs)]
     if is_atari(name):
-        return _Together(_make_games(name, seeds, **atari_options), **options)
+        games = _make_games(name, seeds, **atari_options)
+        return _Together(games, seed_every_game=seed_every_game, **options)
     return from_vector_env(_make_envpool(name, seeds), **options)
+
+
+def single_game(name: str) -> str:
+    """Return the Gymnasium id of the game that `name`, which `is_vector`, makes K of.
+
+    Raises:
+      ValueError: there is no such environment, or it is no Atari game.
+    """
+    if not is_atari(name):
+        raise ValueError(
+            f"--env {name} cannot be shown: EnvPool draws no pictures. Leave --video "
+            "out and use --mode test."
+        )
+    rom = _rom(name) if name.startswith(ALE) else _envpool_entry(name)[2]["task"]
+    import ale_py
+
+    gym.register_envs(ale_py)
+    return next(
+        env_id
+        for env_id, spec in gym.registry.items()
+        if env_id.startswith("ALE/") and spec.kwargs.get("game") == rom
+    )
 
 
 def from_vector_env(

@@ -6,6 +6,7 @@ environment; Atari games frame by frame with the wrappers in Python.
 """
 
 import collections
+import json
 import sys
 
 import gymnasium as gym
@@ -15,8 +16,11 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.wrappers import TimeLimit
 
 import atari_wrappers
-from core import spaces, vector_env
+import core.flags
+import polybeast_env
+from core import checkpoint, metrics, spaces, vector_env
 from core.environment import EnvError, Environments, EnvSpecError
+from core.supervise import Exit
 from core.vector_env import from_vector_env, make_vector
 from tests import counting_env
 from tests.counting_env import LIVES, NESTED, TRUNCATING, CountingEnv, check_rollout
@@ -628,3 +632,86 @@ def test_an_episode_of_envpool_that_terminates_is_reset_in_its_row():
     assert (rows["reward"][1:] == 1).all()
     lengths = rows["info"]["game_step"][np.isfinite(rows["info"]["game_step"])]
     assert lengths.min() >= 8  # An episode that is over would have one of 1.
+
+
+# -------------------------------------------------------------------------- Test mode
+
+
+def trained(savedir, env, *argv):
+    """Leave a run of PolyBeast's with a new network; return its folder."""
+    import polybeast
+
+    flags = polybeast.parse_flags(
+        ["--env", env, "--xpid", "x", "--savedir", str(savedir), *argv]
+    )
+    envs = polybeast_env.create_environments(flags, 1, seed=0)
+    net = polybeast.create_net(
+        flags, polybeast.Spaces(envs.observation_space, envs.action_space)
+    )
+    envs.close()
+    run_dir = metrics.prepare_run_dir(savedir, "x")
+    metrics.write_meta(
+        run_dir,
+        flags={**vars(flags), **dict.fromkeys(core.flags.ATARI_FLAGS)},
+        extra={"env_options": polybeast_env.env_options(flags)},
+    )
+    checkpoint.save(
+        run_dir / "checkpoints", step=5, tensors={"model": net.state_dict()}, state={}
+    )
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "env", ["ale-vector:Pong", pytest.param("envpool:Pong-v5", marks=needs_envpool)]
+)
+def test_test_mode_plays_the_same_game_by_the_same_protocol(
+    env, tmp_path, capfd, monkeypatch
+):
+    polybeast = pytest.importorskip("polybeast")
+    pytest.importorskip("imageio_ffmpeg")
+    monkeypatch.setitem(atari_wrappers.PROTOCOLS["impala"], "max_frames", 90)
+    made, shown = [], []
+    make, make_one = vector_env.make_vector, atari_wrappers.make_atari
+
+    def make_vector(name, num_envs, *, atari_options, **options):
+        made.append((name, num_envs, atari_options))
+        return make(name, num_envs, atari_options=atari_options, **options)
+
+    def make_atari(name, *, render_mode, **atari_options):
+        shown.append((name, render_mode, atari_options))
+        return make_one(name, render_mode=render_mode, **atari_options)
+
+    protocol = ["--sticky_actions", "0.25", "--frame_skip", "3", "--noop_max", "5"]
+    run_dir = trained(tmp_path, env, *protocol)
+    monkeypatch.setattr(vector_env, "make_vector", make_vector)
+    monkeypatch.setattr(atari_wrappers, "make_atari", make_atari)
+    argv = ["--mode", "test", "--savedir", str(tmp_path), "--num_episodes", "2"]
+    assert polybeast.main(argv) == Exit.DONE
+    result = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (result["env"], result["episodes"], shown) == (env, 2, [])
+    expected = options(
+        sticky_actions=0.25,
+        frame_skip=3,
+        noop_max=5,
+        fire_reset=True,
+        episodic_life=True,
+        max_frames=90,
+    )
+    assert made == [(env, 1, expected)]
+
+    # The C++ draws no pictures, so for a video the wrappers play.
+    assert polybeast.main([*argv, "--video", "--num_episodes", "1"]) == Exit.DONE
+    assert shown == [("ALE/Pong-v5", "rgb_array", expected)]
+    assert (run_dir / "video" / "game-000.mp4").stat().st_size > 1000
+
+
+@needs_envpool
+def test_test_mode_plays_other_games_of_envpool_but_cannot_show_them(tmp_path, capfd):
+    polybeast = pytest.importorskip("polybeast")
+    trained(tmp_path, "envpool:CartPole-v1")
+    argv = ["--mode", "test", "--savedir", str(tmp_path), "--num_episodes", "2"]
+    assert polybeast.main(argv) == Exit.DONE
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["episodes"] == 2
+    assert polybeast.main([*argv, "--video"]) == Exit.CONFIG
+    said = "--env envpool:CartPole-v1 cannot be shown: EnvPool draws no pictures"
+    assert said in capfd.readouterr().err
