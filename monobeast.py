@@ -67,6 +67,7 @@ from core.recurrent import create_lstm, unroll_lstm
 from core.run import (
     Learner,
     Run,
+    check_ledger,
     compute_on,
     log_options,
     naming_memory,
@@ -995,6 +996,11 @@ class Actors:
             "rollouts_discarded": self.discarded,
         }
 
+    def rows(self) -> tuple[int, dict[str, int]]:
+        """Return the rows received, and those of them that were not taken."""
+        rows = self._flags.unroll_length * self._flags.envs_per_actor
+        return rows * self.received, {"in flight": rows * len(self._full)}
+
     def pids(self) -> list[int]:
         return [slot.process.pid for slot in self.slots if slot.process is not None]
 
@@ -1099,7 +1105,8 @@ def learn(
         naming_memory(batch, net),
     ):
         if learner.finished() or learner.failed:
-            return  # Another thread did the last update meanwhile.
+            learner.leave(batch)  # Another thread did the last update meanwhile.
+            return
         fresh = learner.fresh_columns(batch)
         if fresh is not None:
             batch, rows, state = (
@@ -1322,6 +1329,7 @@ def train_async(
         if thread.done():
             thread.result()  # A failure of the last moment is one, too.
     run.log(actors.stats())  # Now that the last update is done.
+    check_ledger(learner, *actors.rows())
 
 
 def stage(flags: argparse.Namespace, actors: Actors) -> str:

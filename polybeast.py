@@ -75,6 +75,7 @@ from core.recurrent import create_lstm, unroll_lstm
 from core.run import (
     Learner,
     Run,
+    check_ledger,
     compute_on,
     log_options,
     naming_memory,
@@ -816,7 +817,8 @@ def learn(
         naming_memory(batch, net),
     ):
         if learner.finished() or learner.failed:
-            return  # Another thread did the last update meanwhile.
+            learner.leave(batch)  # Another thread did the last update meanwhile.
+            return
         fresh = learner.fresh_columns(batch)
         if fresh is not None:
             batch, rows, state = (
@@ -1276,7 +1278,8 @@ def train_async(
     raise_failures(threads)  # A failure of the last moment is one, too.
     stats = actors.stats()
     run.log(pool_stats(stats, learner_queue))  # With the last update.
-    check_ledger(stats)
+    others = {key.replace("_", " "): stats[key] for key in ("discarded", "in_flight")}
+    check_ledger(learner, stats["received"], others)
 
 
 class Contact:
@@ -1334,21 +1337,6 @@ def stage(
         what += f", which has not answered for {waiting_s[longest]:.0f} s"
     streams = ", ".join(f"{n} {state}" for state, n in states.items())
     return f"{what} (streams: {streams}; learner queue: {learner_queue.size()})"
-
-
-def check_ledger(stats: Mapping[str, Any]) -> None:
-    """Say what became of every step received.
-
-    Raises:
-      RuntimeError: it does not add up: steps were lost, or learned twice.
-    """
-    received, *parts = (
-        stats[key] for key in ("received", "learned", "discarded", "in_flight")
-    )
-    text = "{} steps received = {} learned + {} discarded + {} in flight"
-    log.info("%s", text.format(received, *parts))
-    if received != sum(parts):
-        raise RuntimeError(f"{text.format(received, *parts)}: that does not add up")
 
 
 def run_actors(flags: argparse.Namespace, actors: libtorchbeast.ActorPool) -> None:

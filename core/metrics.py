@@ -175,8 +175,8 @@ FIELDS = (
     Field("reconnects", "count", "streams that came back after a loss, since start"),
     Field(
         "steps_discarded",
-        "agent steps",
-        "steps of rollouts that a loss cut short, never learned from, since start",
+        "rows",
+        "rows of rollouts that a loss cut short, never learned from, since start",
     ),
     Field("learner_queue", "count", "rollouts waiting for the learner"),
     Field(

@@ -79,6 +79,9 @@ class Learner:
         self.skipped = 0  # Updates left out because something was not finite.
         self.skipped_in_a_row = 0
         self.stale = 0  # Rollouts left out because of --max_policy_lag.
+        # What became of the rows of all batches since the start. Unused are those of a
+        # batch that came after the last update, or whose update was left out.
+        self.rows = {"learned": 0, "stale": 0, "unused": 0}
         self.failed = False  # Too many of them; whoever comes next leaves it at that.
         self.episodes = metrics.EpisodeStats()
         # Between two rows of the log; has a lock of its own.
@@ -120,7 +123,13 @@ class Learner:
         lag = self.updates - np.asarray(batch["policy_version"][1:]).min(axis=0)
         fresh = np.flatnonzero(lag <= self._flags.max_policy_lag)
         self.stale += lag.size - fresh.size
+        self.rows["stale"] += (lag.size - fresh.size) * (len(batch["done"]) - 1)
         return fresh if fresh.size < lag.size else None
+
+    def leave(self, batch: Nest) -> None:
+        """Count a batch that comes after the last update. Needs the lock."""
+        rows, num_rollouts = batch["done"].shape
+        self.rows["unused"] += (rows - 1) * num_rollouts
 
     def update(self, parts: Sequence[ImpalaLoss], batch: Nest) -> None:
         """Let each optimizer step with the present gradient. Needs the lock.
@@ -153,9 +162,11 @@ class Learner:
                 optimizer.step()
             self.updates += 1
             self.skipped_in_a_row = 0
+            self.rows["learned"] += lag.size
         else:
             self.skipped += 1
             self.skipped_in_a_row += 1
+            self.rows["unused"] += lag.size
         # What starts at a truncated row is no transition (the table in core.rollouts).
         self.step += int(np.count_nonzero(~batch["truncated"][:-1]))
         self._record(loss, len(parts), grad_norm, batch)
@@ -209,6 +220,24 @@ class Learner:
         self.skipped = state["skipped"]
         self.stale = state.get("stale", 0)  # Older checkpoints have none.
         self.episodes.restore(state["episodes"])
+
+
+def check_ledger(learner: Learner, received: int, others: Mapping[str, int]) -> None:
+    """Say what became of every row received since the start, row 0 of rollouts aside.
+
+    Args:
+      received: by the process that learns.
+      others: rows that no learner thread has taken, by what became of them.
+
+    Raises:
+      RuntimeError: it does not add up: rows were lost, or learned twice.
+    """
+    parts = {**learner.rows, **others}
+    text = f"{received} rows received = "
+    text += " + ".join(f"{n} {name}" for name, n in parts.items())
+    log.info("%s", text)
+    if received != sum(parts.values()):
+        raise RuntimeError(f"{text}: that does not add up")
 
 
 @contextlib.contextmanager

@@ -1315,10 +1315,10 @@ PoolStats ActorPool::Impl::stats() const {
 
   const int64_t T = options_.unroll_length;
   const BatchingQueue& queue = *options_.learner_queue;
-  stats.learned = T * (queue.dequeued() - dequeued_before_);
+  stats.dequeued = T * (queue.dequeued() - dequeued_before_);
   const int64_t dropped = T * (queue.dropped() - dropped_before_);
   stats.discarded = discarded_ + dropped;
-  stats.in_flight = in_slabs_ + enqueued_ - stats.learned - dropped;
+  stats.in_flight = in_slabs_ + enqueued_ - stats.dequeued - dropped;
 
   const auto now = Clock::now();
   for (const auto& actor : actors_) {

@@ -63,14 +63,14 @@ struct AddressStats {
 
 // Steps are agent steps: rows after the first one of a stream, times K. They
 // are accounted for at any moment:
-//   received == learned + discarded + in_flight
+//   received == dequeued + discarded + in_flight
 struct PoolStats {
   int64_t connected = 0;         // Streams that have been welcomed, now.
   int64_t connects = 0;          // Welcomes, ever.
   int64_t reconnects = 0;        // Those that were not a stream's first.
   int64_t failures = 0;          // That count towards max_failures, ever.
   int64_t received = 0;          // Steps.
-  int64_t learned = 0;           // Steps that the learner queue has handed out.
+  int64_t dequeued = 0;          // Steps that the learner queue has handed out.
   int64_t discarded = 0;         // Steps of rollouts cut short or dropped.
   int64_t in_flight = 0;         // Steps in slabs and in the learner queue.
   int64_t waiting_for_room = 0;  // Streams.

@@ -585,7 +585,7 @@ py::dict to_python(const PoolStats& stats) {
   result["reconnects"] = stats.reconnects;
   result["failures"] = stats.failures;
   result["received"] = stats.received;
-  result["learned"] = stats.learned;
+  result["dequeued"] = stats.dequeued;
   result["discarded"] = stats.discarded;
   result["in_flight"] = stats.in_flight;
   result["waiting_for_room"] = stats.waiting_for_room;

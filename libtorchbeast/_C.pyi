@@ -240,11 +240,12 @@ class ActorPool:
     def stats(self) -> dict[str, Any]:
         """Return what happened so far; all but the states and times are counts.
 
-        Steps are agent steps, and received == learned + discarded + in_flight.
+        Steps are agent steps, and received == dequeued + discarded + in_flight. What
+        is dequeued is the learner's, who knows what becomes of it.
 
           connected, connects, reconnects: streams now, ever, ever again.
           failures: those that count towards max_failures, ever.
-          received, learned, discarded, in_flight: steps.
+          received, dequeued, discarded, in_flight: steps.
           waiting_for_room: streams that wait for the learner.
           slabs_open: learner batches being filled.
           batch_fill: mean number of environments in an inference batch so far.

@@ -78,7 +78,9 @@ def play(addresses: list[str], evil: str, said: str, times: int) -> dict[str, An
     return {
         "error": error,
         "events": events,
-        "ledger": [stats[k] for k in ("received", "learned", "discarded", "in_flight")],
+        "ledger": [
+            stats[k] for k in ("received", "dequeued", "discarded", "in_flight")
+        ],
         "honest_steps": honest_steps(),
     }
 

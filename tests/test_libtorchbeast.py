@@ -652,7 +652,7 @@ def test_pool_that_never_ran_has_played_nothing():
     pool = make_pool()
     assert pool.count() == 0
     stats = pool.stats()
-    assert stats["received"] == stats["learned"] == stats["in_flight"] == 0
+    assert stats["received"] == stats["dequeued"] == stats["in_flight"] == 0
     assert list(stats["addresses"]) == [NO_SERVER]
     assert pool.take_events() == []
     pool.stop()

@@ -390,6 +390,11 @@ def test_rollouts_beyond_the_maximal_lag_are_left_out_and_counted(module):
             batch, agent_state = map_nest(torch.from_numpy, (batch, agent_state))
         module.learn(flags, learner, batch, agent_state)
         counts = (learner.step, learner.updates - 10, learner.stale)
+        assert learner.rows == {
+            "learned": learner.step,
+            "stale": learner.stale * T,
+            "unused": 0,
+        }
         return counts, [p.grad for p in learner.net.parameters()]
 
     for max_lag, columns, counts in [

@@ -259,12 +259,12 @@ def test_the_ledger_adds_up_in_a_storm_of_lost_servers(tmp_path):
                 learned += T * B
             stats = play.actors.stats()
             assert stats["received"] == (
-                stats["learned"] + stats["discarded"] + stats["in_flight"]
+                stats["dequeued"] + stats["discarded"] + stats["in_flight"]
             )
         actors = play.actors
     stats = actors.stats()
     assert stats["in_flight"] == 0
-    assert stats["learned"] == learned
+    assert stats["dequeued"] == learned
     assert stats["received"] == learned + stats["discarded"]
     assert stats["discarded"] > 0
 
@@ -351,10 +351,6 @@ def pool(**changes):
         "connected": 3,
         "states": ["waiting_for_env", "receiving", "waiting_for_env"],
         "waiting_s": [5.0, 0.0, 7.0],
-        "received": 10,
-        "learned": 5,
-        "discarded": 2,
-        "in_flight": 3,
         **changes,
     }
 
@@ -407,12 +403,6 @@ def test_the_stage_that_a_run_waits_for_is_named(changes, named):
     queue = libtorchbeast.BatchingQueue()
     text = polybeast.stage(pool(**changes), ["a", "b", "c"], queue)
     assert text.startswith(named)
-
-
-def test_a_ledger_that_does_not_add_up_is_an_error():
-    polybeast.check_ledger(pool())
-    with pytest.raises(RuntimeError, match="10 steps received = 5 learned .* 4 in fl"):
-        polybeast.check_ledger(pool(in_flight=4))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread's niceness is Linux's")

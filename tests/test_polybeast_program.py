@@ -376,7 +376,7 @@ def test_a_learner_gives_up_on_a_server_whose_own_supervisor_does_not(
     program.wait_for_text("has not answered for 3 s; connecting anew")
     rows = num_rows(run_dir)
     program.wait_for(lambda: num_rows(run_dir) > rows + 3)
-    assert re.search(r"\n.*INFO *\d+ steps received = \d+ learned \+", stop(program))
+    assert re.search(r"\n.*INFO *\d+ rows received = \d+ learned \+", stop(program))
 
 
 def test_recycled_environments_leak_for_ever_and_no_stream_ends(train, run_dir):
@@ -634,7 +634,16 @@ def test_no_action_learned_from_is_older_than_the_maximal_lag(train, run_dir):
     rows = log_rows(run_dir)
     lags = [row["policy_lag_max"] for row in rows if row["policy_lag_max"]]
     assert lags and set(map(float, lags)) == {0.0}
-    assert int(rows[-1]["updates"]) >= 100  # Of batches that may be smaller.
+    last = rows[-1]
+    assert int(last["updates"]) >= 100  # Of batches that may be smaller.
+    ledger = re.search(
+        r"(\d+) rows received = (\d+) learned \+ (\d+) stale \+ (\d+) unused \+ ",
+        program.text(),
+    )
+    received, learned, stale, unused = map(int, ledger.groups())
+    assert learned == int(last["step"])
+    assert stale == int(last["stale_rollouts"]) * 5 > 0
+    assert learned + stale + unused <= received
 
 
 def test_a_run_writes_what_it_did(train, run_dir):

@@ -140,6 +140,23 @@ def learn(a_run: run.Run, *, spoil: str | None = None) -> None:
     learner.update(parts, map_nest(lambda x: x.numpy(), rows))
 
 
+def test_the_ledger_tells_what_became_of_every_row(savedir, caplog):
+    caplog.set_level("INFO")
+    learner = (a_run := make_run(savedir, xpid="new")).learner
+    learn(a_run)
+    learn(a_run)
+    learn(a_run, spoil="policy.bias")
+    learner.leave({"done": np.zeros((11, 3))})
+    others = {"discarded": 7, "in flight": 5}
+    run.check_ledger(learner, 192, others)
+    text = "100 learned + 0 stale + 80 unused + 7 discarded + 5 in flight"
+    assert caplog.messages[-1] == f"192 rows received = {text}"
+    with pytest.raises(
+        RuntimeError, match=f"191 .* = {re.escape(text)}: that does not"
+    ):
+        run.check_ledger(learner, 191, others)
+
+
 def rates(a_run: run.Run) -> list[float]:
     return [
         group["lr"]

@@ -247,7 +247,16 @@ def test_no_action_learned_from_is_older_than_the_maximal_lag(start, tmp_path):
     rows = log_rows(tmp_path / "runs" / "x")
     lags = [row["policy_lag_max"] for row in rows if row["policy_lag_max"]]
     assert lags and set(map(float, lags)) == {0.0}
-    assert int(rows[-1]["updates"]) >= 100  # Of batches that may be smaller.
+    last = rows[-1]
+    assert int(last["updates"]) >= 100  # Of batches that may be smaller.
+    ledger = re.search(
+        r"(\d+) rows received = (\d+) learned \+ (\d+) stale \+ (\d+) unused \+ ",
+        program.text(),
+    )
+    received, learned, stale, unused = map(int, ledger.groups())
+    assert learned == int(last["step"])
+    assert stale == int(last["stale_rollouts"]) * 5 > 0
+    assert learned + stale + unused <= received
 
 
 def test_logs_have_the_documented_header_and_blank_cells(interrupted):

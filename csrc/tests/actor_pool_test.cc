@@ -187,7 +187,7 @@ class Checker {
 };
 
 bool is_balanced(const PoolStats& stats) {
-  return stats.received == stats.learned + stats.discarded + stats.in_flight &&
+  return stats.received == stats.dequeued + stats.discarded + stats.in_flight &&
          stats.in_flight >= 0;
 }
 
@@ -345,7 +345,7 @@ void learn_and_check(int64_t num_envs, size_t num_streams, bool named_rows,
   CHECK(2 * num_envs * server.short_steps() > server.steps());
   const PoolStats stats = rig.pool->stats();
   CHECK(is_balanced(stats));
-  CHECK_EQ(stats.learned, kT * checker.rollouts());
+  CHECK_EQ(stats.dequeued, kT * checker.rollouts());
   CHECK_EQ(stats.in_flight, kT * rig.queue->size());
   CHECK_EQ(stats.received, rig.pool->count());
   CHECK(stats.received <= server.steps());
@@ -436,7 +436,7 @@ TEST(states_and_ledger_of_one_stream_step_by_step) {
   }
   checker.check(*rig.queue->dequeue_many());
   PoolStats stats = rig.pool->stats();
-  CHECK_EQ(stats.learned, kT * kC);
+  CHECK_EQ(stats.dequeued, kT * kC);
   CHECK_EQ(stats.in_flight, 0);
   CHECK(is_balanced(stats));
   CHECK_EQ(stats.addresses.size(), 1u);
@@ -1213,7 +1213,7 @@ TEST(streams_wait_for_room_and_go_on) {
   rig.pool->stop();
   CHECK(checker.num_overtaken() <= 2 * kC);
   CHECK_EQ(server.errors(), 0);
-  CHECK_EQ(rig.pool->stats().learned, kT * checker.rollouts());
+  CHECK_EQ(rig.pool->stats().dequeued, kT * checker.rollouts());
 }
 
 TEST(a_straggler_holds_nobody_up) {
@@ -1451,7 +1451,7 @@ TEST(closing_the_queue_ends_the_run) {
   const PoolStats stats = rig.pool->stats();
   CHECK(is_balanced(stats));
   CHECK_EQ(stats.in_flight, 0);
-  CHECK_EQ(stats.learned, 0);
+  CHECK_EQ(stats.dequeued, 0);
 }
 
 TEST(closing_the_queue_ends_a_run_that_waits_for_room) {
@@ -1631,7 +1631,7 @@ TEST(random_losses_break_no_rollout) {
   const PoolStats stats = rig.pool->stats();
   CHECK(is_balanced(stats));
   CHECK_EQ(stats.in_flight, 0);
-  CHECK_EQ(stats.learned, kT * checker.rollouts());
+  CHECK_EQ(stats.dequeued, kT * checker.rollouts());
   CHECK(checker.rollouts() > 0);
   CHECK(stats.reconnects > 0);
   CHECK_EQ(num_malformed, 0);

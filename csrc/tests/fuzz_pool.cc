@@ -154,7 +154,7 @@ class EvilTransport final : public Transport {
 };
 
 bool is_balanced(const PoolStats& stats) {
-  return stats.received == stats.learned + stats.discarded + stats.in_flight &&
+  return stats.received == stats.dequeued + stats.discarded + stats.in_flight &&
          stats.discarded >= 0 && stats.in_flight >= 0;
 }
 
@@ -435,7 +435,7 @@ class Game {
     const PoolStats stats = pool_->stats();
     REQUIRE(is_balanced(stats),
             std::to_string(stats.received) + " received, " +
-                std::to_string(stats.learned) + " learned, " +
+                std::to_string(stats.dequeued) + " dequeued, " +
                 std::to_string(stats.discarded) + " discarded, " +
                 std::to_string(stats.in_flight) + " in flight");
     for (const std::string& line : pool_->take_events()) {
@@ -462,7 +462,7 @@ class Game {
     int64_t left = 7 * unroll_length_ * (before.slabs_open + 1);
     const auto is_good = [&] {
       const PoolStats stats = pool_->stats();
-      return stats.learned > before.learned && stats.slabs_open <= 1;
+      return stats.dequeued > before.dequeued && stats.slabs_open <= 1;
     };
     for (; !is_good() && !has_ended(); --left) {
       REQUIRE(left > 0, std::to_string(pool_->stats().slabs_open));

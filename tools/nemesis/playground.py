@@ -315,7 +315,7 @@ class Learner:
             if thread.done() and thread.exception():
                 thread.result()
         stats = self._actors.stats()
-        accounted = stats["learned"] + stats["discarded"] + stats["in_flight"]
+        accounted = stats["dequeued"] + stats["discarded"] + stats["in_flight"]
         assert stats["received"] == accounted, stats
         return stats
 
