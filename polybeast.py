@@ -37,6 +37,9 @@ if __name__ == "__main__":
     # Until somebody handles it, Ctrl-C ends the program without a traceback from the
     # midst of an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from core.installed import explain_missing_packages
+
+    explain_missing_packages()
 
 import argparse
 import collections

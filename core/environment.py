@@ -30,6 +30,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+if __name__ == "__main__":
+    from core.installed import explain_missing_packages
+
+    explain_missing_packages()
+
 import gymnasium as gym
 import numpy as np
 

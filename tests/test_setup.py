@@ -365,3 +365,28 @@ def test_setup_py_installs_what_is_there():
     for package in arguments["packages"]:
         folder = "libtorchbeast/nest" if package == "nest" else package
         assert (ROOT / folder.replace(".", "/") / "__init__.py").exists(), package
+
+
+@pytest.mark.parametrize(
+    "module, package",
+    [
+        ("monobeast", "gymnasium"),
+        ("polybeast", "gymnasium"),
+        ("polybeast_env", "gymnasium"),
+        ("core.environment", "gymnasium"),
+        ("tools.sweep", "rich"),
+        ("benchmarks.ceilings", "numpy"),
+    ],
+)
+def test_a_missing_package_is_one_line_that_says_where_it_is(module, package):
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", module],  # Without site-packages.
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 78
+    (line,) = done.stderr.splitlines()
+    for part in (repr(package), sys.executable, "source .venv/bin/activate"):
+        assert part in line

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program says if a package that it needs is not installed.
+
+Imports nothing but the standard library. A program calls `explain_missing_packages`
+before it imports anything else.
+"""
+
+import sys
+from types import TracebackType
+
+from core.supervise import Exit
+
+# The names by which setup.py's packages are imported.
+PACKAGES = (
+    *("ale_py", "cryptography", "cv2", "grpc", "gymnasium", "imageio", "matplotlib"),
+    *("minatar", "numpy", "psutil", "rich", "safetensors", "tensorboard", "torch"),
+)
+
+
+def explain_missing_packages() -> None:
+    """Make a missing package end this program with one line instead of a traceback."""
+    sys.excepthook = _explain
+
+
+def _explain(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name is None or name.partition(".")[0] not in PACKAGES:
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(
+        f"No module named {name!r} in {sys.executable}. Use the Python that `make` has "
+        "set up (source .venv/bin/activate), or install into this one (pip install -e "
+        ".).",
+        file=sys.stderr,
+    )
+    sys.exit(Exit.CONFIG)
