@@ -248,10 +248,10 @@ def check_flags(
     set_num_servers(parser, flags)
     B, K = flags.batch_size, flags.envs_per_stream
     if B % K:
-        divisor = next(d for d in range(min(B, K), 0, -1) if B % d == 0)
         parser.error(
             f"--batch_size is {B} but must be a multiple of --envs_per_stream ({K}): "
-            f"a stream makes {K} rollouts at a time. Try --envs_per_stream {divisor}."
+            f"a stream makes {K} rollouts at a time. Try --envs_per_stream "
+            f"{core.flags.divisor(B, at_most=K)}."
         )
     return flags
 
@@ -290,7 +290,9 @@ def set_num_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) 
         flags.num_servers, flags.streams_per_server, flags.envs_per_stream = A, 1, 1
         return
     if flags.envs_per_stream is None:
-        flags.envs_per_stream = polybeast_env.ENVS_PER_STREAM
+        flags.envs_per_stream = core.flags.divisor(
+            flags.batch_size, at_most=polybeast_env.ENVS_PER_STREAM
+        )
     if flags.streams_per_server is None:
         flags.streams_per_server = polybeast_env.STREAMS_PER_SERVER
     per_server = flags.streams_per_server * flags.envs_per_stream

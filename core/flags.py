@@ -458,7 +458,7 @@ def add_server_flags(group: Any) -> None:
         type=whole(1),
         metavar="K",
         help="environments that a stream steps in turn, with one message for all. "
-        "Default: 8",
+        "Default: 8, or the next lower divisor of a learner's --batch_size",
     )
     group.add_argument(
         "--streams_per_server",

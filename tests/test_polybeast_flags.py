@@ -205,6 +205,8 @@ def test_the_learners_servers_get_its_flags():
         ("--num_servers 3 --streams_per_server 1", 3, 1, 8),
         ("--num_servers 3 --streams_per_server 5 --envs_per_stream 2", 3, 5, 2),
         ("--envs_per_stream 4", num_cores(), 2, 4),
+        ("--num_servers 3 --batch_size 4", 3, 2, 4),
+        ("--num_servers 3 --batch_size 12", 3, 2, 6),
     ],
 )
 def test_servers_streams_and_environments_follow_from_each_other(
@@ -238,9 +240,7 @@ def test_what_is_accepted_is_what_was_asked_for_and_fits(sizes):
     except SystemExit as error:
         assert error.code == Exit.USAGE
         # Not for too little: at most one size is free, or they contradict each other.
-        assert "num_actors" in sizes or sizes["batch_size"] % sizes.get(
-            "envs_per_stream", polybeast_env.ENVS_PER_STREAM
-        )
+        assert "num_actors" in sizes or sizes["batch_size"] % sizes["envs_per_stream"]
         return
     assert {name: getattr(flags, name) for name in sizes} == sizes
     assert flags.num_actors == (
@@ -454,7 +454,7 @@ BAD_COMBINATIONS = [
         ["--max_learner_queue_size is 16", "at least --batch_size (32)"],
     ),
     (
-        "--batch_size 12",
+        "--batch_size 12 --envs_per_stream 8",
         ["--batch_size is 12", "--envs_per_stream (8)", "Try --envs_per_stream 6."],
     ),
     (

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import monobeast
+import polybeast
 from core import checkpoint, environment, run, supervise
 from tests.conftest import DEADLINE_S, Program, ended, wait_until
 from tools.nemesis import programs
@@ -34,6 +35,16 @@ BATCH = 4 * 5  # Steps per update.
 SERIAL = ["--serial", *SIZES, "--log_interval_s", 0]
 # Forked actors start in no time; other start methods are tested where they matter.
 ASYNC = [*SIZES, "--start_method", "fork", "--log_interval_s", 0]
+
+
+def main(argv):
+    """Train with both programs as somebody does who calls them from Python."""
+    for module in (monobeast, polybeast):
+        for total_steps in (100, 200):
+            name = ["--xpid", module.__name__, "--total_steps", str(total_steps)]
+            status = module.train(module.parse_flags([*argv, *name]))
+            print(f"{module.__name__} returned {status!r}")
+    return 0
 
 
 # ------------------------------------------------------------- environments for --env
@@ -400,6 +411,16 @@ def test_no_process_outlives_a_killed_run(start, tmp_path, method, env):
     assert len(family) >= 2, program.text()
     program.kill()
     wait_until(lambda: ended(family))
+
+
+def test_both_programs_train_and_go_on_when_called_from_python(start, tmp_path):
+    flags = ["--env", "Catch", "--batch_size", 4, "--unroll_length", 5]
+    program = start(*flags, module="tests.test_training")
+    assert program.wait() == 0, program.text()
+    for module in ("monobeast", "polybeast"):
+        assert program.text().count(f"{module} returned <Exit.DONE: 0>") == 2
+        assert load(tmp_path / "runs" / module).step >= 200
+        assert "goes on from step 100" in program.text()
 
 
 # ---------------------------------------------------------------------------- failures
