@@ -80,7 +80,7 @@ def addresses(text: str) -> tuple[str, ...]:
     "a:1-3,unix:/b.0-1" is a:1, a:2, a:3, unix:/b.0 and unix:/b.1.
     """
     result: list[str] = []
-    for part in names(text):
+    for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(unix:/.*?|.*:)(?:(\d+)-)?(\d+)", part)
         if part.startswith("unix:/") and (match is None or match[2] is None):
             result.append(part)  # A path that ends in a number is not a range.
