@@ -84,6 +84,7 @@ from core.supervise import (
     RestartBudget,
     StopSignal,
     Watchdog,
+    check_main_file,
     check_resources,
     describe_exit,
     exit_with_parent,
@@ -115,7 +116,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = core.flags.Parser(
         prog="python -m monobeast",
         description="IMPALA on one machine, in pure Python.",
         formatter_class=core.flags.HelpFormatter,
@@ -1190,6 +1191,8 @@ def create_buffers(
 
 def train(flags: argparse.Namespace) -> Exit:
     """Train until --total_steps, a signal or a failure; a checkpoint is left behind."""
+    if not flags.serial:
+        check_main_file()
     keep_freed_memory()
     spaces = read_spaces(flags)  # First: a misspelt --env leaves no run behind.
     run_dir = metrics.prepare_run_dir(Path(flags.savedir), flags.xpid)

@@ -128,7 +128,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = core.flags.Parser(
         prog="python -m polybeast",
         description="IMPALA with environments on any machine.",
         formatter_class=core.flags.HelpFormatter,

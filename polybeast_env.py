@@ -135,7 +135,7 @@ def create_environments(
 
 def is_vector(name: str) -> bool:
     """Say whether `--env name` makes K environments in one go."""
-    return name.startswith(("ale-vector:", "envpool:"))
+    return name.startswith(environment.VECTOR)
 
 
 def is_atari(name: str) -> bool:
@@ -178,7 +178,7 @@ def env_options(flags: argparse.Namespace) -> dict[str, Any]:
 
 def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line; exits with status 2 if something is wrong."""
-    parser = argparse.ArgumentParser(
+    parser = core.flags.Parser(
         prog="python -m polybeast_env",
         description="Serve environments to a learner, python -m polybeast.",
         formatter_class=core.flags.HelpFormatter,

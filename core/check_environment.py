@@ -2,7 +2,8 @@
 """`python -m core.environment --check ENV`: does ENV obey its own spec?
 
 Prints what the learner will see of it, then every way in which it breaks its spec or
-the API, one per line. Exit code 0 if there is none, else 78.
+the API, one per line. Exit code 0 if there is none, else 78; so it is for a space that
+cannot be learned from, which breaks nothing, but is no use here.
 """
 
 import argparse
@@ -10,17 +11,21 @@ import collections
 import contextlib
 import copy
 import math
+import sys
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
+import core.flags
 from core import environment, spaces
 from core.environment import Environments, EnvSpecError
 
 EXIT_OK, EXIT_SPEC_MISMATCH = 0, 78
+SAY_S = 5.0  # Between two words of how far a slow environment has come.
 REPLAY_STEPS = 300  # Of two plays with one seed. Enough to see a seed being ignored.
 
 
@@ -55,7 +60,7 @@ class Violations:
 
 def check_observation(found: Violations, space: gym.Space, value: Any) -> None:
     """Compare structure, shape, dtype and values (bounds, NaN) with the space."""
-    leaf_spaces = dict(spaces.leaves(environment.leaf_spaces(space), "observation"))
+    leaf_spaces = dict(spaces.leaves(spaces.leaf_spaces(space), "observation"))
     values = dict(spaces.leaves(value, "observation"))
     if values.keys() != leaf_spaces.keys():
         missing = sorted(leaf_spaces.keys() - values.keys())
@@ -101,6 +106,17 @@ def check_step(found: Violations, space: gym.Space, result: Any) -> None:
             found.info_scalars.add(key)
 
 
+def steps(num_steps: int, doing: str) -> Iterator[int]:
+    """Yield 0 to num_steps - 1; where that takes long, say how far it has come."""
+    say_at = time.monotonic() + SAY_S
+    for step in range(num_steps):
+        if time.monotonic() >= say_at:
+            say_at = time.monotonic() + SAY_S
+            done = f"{step:,} of {num_steps:,} steps"
+            print(f"{doing}: {done}", file=sys.stderr, flush=True)
+        yield step
+
+
 def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[Any]:
     """Take random actions; return the observations, rewards and ends of episodes.
 
@@ -110,10 +126,10 @@ def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[
     seen: list[Any] = []
     observation_space = environment.convert_space(env.observation_space)
     action_space = environment.convert_space(env.action_space)
-    leaf_spaces = environment.leaf_spaces(action_space)
+    leaf_spaces = spaces.leaf_spaces(action_space)
     action_space.seed(seed)
     ended = True
-    for step in range(num_steps):
+    for step in steps(num_steps, "playing"):
         if ended:
             found.step = step
             result: Any = env.reset(seed=seed) if step == 0 else env.reset()
@@ -164,7 +180,7 @@ def print_rows(name: str, *, num_steps: int, seed: int) -> None:
         envs.reset(rows)
         rewards, lengths, returns = [], [], []
         start = time.perf_counter()
-        for _ in range(num_steps):
+        for _ in steps(num_steps, "measuring"):
             envs.step(sample(envs.action_space), rows)
             rewards.append(float(rows["reward"][0]))
             if not math.isnan(rows["info"]["game_step"][0]):
@@ -185,6 +201,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
     """Print what the learner will see of `--env name`; return what is wrong with it.
 
     Raises:
+      UnlearnableSpace: it has a space that rollouts have no arrays for.
       ValueError: there is no such environment.
     """
     found = Violations()
@@ -197,6 +214,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
         print(f"environment  {environment.name_of(used)} ({api} API)")
         print(f"observation  {used.observation_space}")
         print(f"actions      {used.action_space}")
+        spaces.row_spec(used.observation_space, used.action_space, ())
         try:
             play(found, used, num_steps=num_steps, seed=seed)
             # With one seed, an environment that was used must play like a new one.
@@ -225,7 +243,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = core.flags.Parser(
         prog="python -m core.environment",
         description="Report what the learner will see of an environment, and whether "
         "the environment obeys its own spec under random actions.",
@@ -246,6 +264,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--seed is {flags.seed} but must not be negative")
     try:
         violations = check(flags.check, num_steps=flags.steps, seed=flags.seed)
+    except spaces.UnlearnableSpace as error:
+        print(f"not learned  {error}")
+        return EXIT_SPEC_MISMATCH
     except ValueError as error:
         parser.error(str(error))
     for line in violations:

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from core.environment import leaf_spaces
-from core.spaces import ArraySpec, Nest, map_nest, row_spec
+from core.spaces import ArraySpec, Nest, leaf_spaces, map_nest, row_spec
 from core.supervise import ConfigError
 
 # Rows and environments: one row as when acting, several as when learning.

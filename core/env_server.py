@@ -769,7 +769,7 @@ def _action_checks(space: gym.Space, actions: Nest) -> list[Callable[[], None]]:
     business, as in Gymnasium: many environments clip, and policies rely on it.
     """
     pairs = zip(
-        spaces.leaves(environment.leaf_spaces(space), "action"),
+        spaces.leaves(spaces.leaf_spaces(space), "action"),
         spaces.leaves(actions, "action"),
     )
     return [

@@ -39,9 +39,11 @@ import gymnasium as gym
 import numpy as np
 
 from core import spaces, toys
-from core.spaces import ArraySpec, Nest
+from core.spaces import ArraySpec, Nest, leaf_spaces
 
 TOYS = {"Catch": toys.Catch, "Memory": toys.Memory}
+CLASSIC_SPACES = "Box Discrete MultiDiscrete MultiBinary Text Dict Tuple".split()
+VECTOR = ("ale-vector:", "envpool:")  # Names for `core.vector_env`.
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -67,6 +69,11 @@ def make(name: str, **kwargs: Any) -> gym.Env:
     """
     if name in TOYS:
         return TOYS[name](**kwargs)
+    if name.startswith(VECTOR):
+        raise ValueError(
+            f"--env {name} is for PolyBeast only: python -m polybeast --env {name}. "
+            "Here take the environment that it makes many of, such as ALE/Pong-v5."
+        )
     if name.startswith("gym:"):
         return _make_classic(name.removeprefix("gym:"), **kwargs)
     if ":" in name:
@@ -83,7 +90,8 @@ def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
         # No passive checker: `Environments` checks every step, and so does --check.
         env = gym.make(name, disable_env_checker=True, **kwargs)
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv):
-        raise ValueError(_unknown(name, [*TOYS, *gym.registry])) from None
+        known = [*TOYS, *gym.registry]
+        raise ValueError(_unknown(name, known) + _of_package(name)) from None
     except gym.error.DependencyNotInstalled as error:
         raise ValueError(f"--env {name}: {error}") from error
     return MinAtar(env) if name.startswith("MinAtar/") else env
@@ -184,6 +192,17 @@ def _unknown(name: str, names: list[str]) -> str:
     if importlib.util.find_spec("ale_py") is None:
         message += " (For Atari games: pip install ale-py)"
     return message
+
+
+def _of_package(name: str) -> str:
+    """Say what to write if a package registers the id `name` when it is imported."""
+    package = name.partition("-")[0].partition("/")[0].lower()  # MiniGrid-Empty-5x5-v0
+    if package.isidentifier() and ":" not in name:
+        with contextlib.suppress(Exception):  # Whatever it may be.
+            importlib.import_module(package)
+        if name in gym.registry:
+            return _did_you_mean([f"{package}:{name}"])
+    return " Where another package registers it: package:ID."
 
 
 def _did_you_mean(near: list[str]) -> str:
@@ -308,12 +327,17 @@ class ClassicGym(gym.Env):
 
 
 def convert_space(space: Any) -> gym.Space:
-    """Return `space` as Gymnasium's; classic gym's is known by its class's name."""
+    """Return `space` as Gymnasium's; classic gym's is known by its class's name.
+
+    That may be the name of a class that it is derived from, or have "Space" after it.
+    """
     if isinstance(space, gym.Space):
         return space
-    match type(space).__name__:
+    names = [cls.__name__.removesuffix("Space") for cls in type(space).__mro__]
+    match next((name for name in names if name in CLASSIC_SPACES), None):
         case "Box":
-            return gym.spaces.Box(space.low, space.high, space.shape, space.dtype.type)
+            low, high = np.asarray(space.low), np.asarray(space.high)
+            return gym.spaces.Box(low, high, space.shape, np.dtype(space.dtype).type)
         case "Discrete":
             start = int(getattr(space, "start", 0))
             return gym.spaces.Discrete(int(space.n), start=start)
@@ -321,6 +345,8 @@ def convert_space(space: Any) -> gym.Space:
             return gym.spaces.MultiDiscrete(np.asarray(space.nvec))
         case "MultiBinary":
             return gym.spaces.MultiBinary(space.n)
+        case "Text":
+            return gym.spaces.Text(int(space.max_length))
         case "Dict":
             items = space.spaces.items()
             return gym.spaces.Dict({key: convert_space(sub) for key, sub in items})
@@ -328,7 +354,8 @@ def convert_space(space: Any) -> gym.Space:
             return gym.spaces.Tuple([convert_space(sub) for sub in space.spaces])
     raise ValueError(
         f"cannot convert the space {space!r} of classic gym; expected Box, Discrete, "
-        "MultiDiscrete, MultiBinary, Dict or Tuple"
+        "MultiDiscrete, MultiBinary, Dict or Tuple. Set the environment's "
+        "observation_space and action_space to spaces of gymnasium.spaces."
     )
 
 
@@ -780,16 +807,6 @@ class Environments:
             f"env {self._where(k)} step {progress.steps} after reset(seed="
             f"{progress.seed}): {type(error).__name__}: {error}"
         )
-
-
-def leaf_spaces(space: gym.Space) -> Nest:
-    """Return the nest of the spaces of the leaves."""
-    match space:
-        case gym.spaces.Dict():
-            return {key: leaf_spaces(sub) for key, sub in space.spaces.items()}
-        case gym.spaces.Tuple():
-            return tuple(leaf_spaces(sub) for sub in space.spaces)
-    return space
 
 
 def action_at(leaf_spaces: Nest, actions: Nest, k: int) -> Any:

@@ -92,6 +92,7 @@ def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
         yield writer.append_data
     finally:
         writer.close()
+        print(f"Wrote {path}", flush=True)
 
 
 def report(

@@ -6,6 +6,7 @@ Needs neither torch nor a compiler: the environment servers parse flags too.
 
 import argparse
 import decimal
+import difflib
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from core.supervise import num_cores
 
@@ -21,6 +22,30 @@ MAX_WHOLE = 10**18  # Fits into 64 bits, and 1e999999 does not take all the memo
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 ENVS_PER_ACTOR = 8  # Unless flags say otherwise.
 ENV = "PongNoFrameskip-v4"  # Where neither --env nor a server says another.
+# Of two programs that share most of their flags, for who gives one to the other.
+ONLY_IN = {
+    "MonoBeast (python -m monobeast)": (
+        "envs_per_actor",
+        "num_buffers",
+        "serial",
+        "start_method",
+    ),
+    "PolyBeast (python -m polybeast)": (
+        "actor_device",
+        "envs_per_stream",
+        "insecure",
+        "keepalive_s",
+        "learner_device",
+        "max_learner_queue_size",
+        "num_inference_threads",
+        "num_servers",
+        "pipes_basename",
+        "server_addresses",
+        "streams_per_server",
+        "tls_dir",
+        "write_profiler_trace",
+    ),
+}
 MAX_NAME_NBYTES = 200  # Of a run's folder: file systems take 255, most of them.
 
 
@@ -125,6 +150,31 @@ def to_argv(flags: argparse.Namespace, keys: Sequence[str]) -> list[str]:
             case value:
                 argv.append(f"--{key}={value}")
     return argv
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line, and where help is."""
+
+    def parse_args(self, args=None, namespace=None):
+        flags, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0].partition("=")[0]))
+        return flags
+
+    def error(self, message: str) -> NoReturn:
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"{self.prog}: error: {message}{end} See {self.prog} --help\n")
+
+    def _unknown(self, flag: str) -> str:
+        if not flag.startswith("-"):
+            return f"{flag!r} belongs to no flag"
+        for program, flags in ONLY_IN.items():
+            if flag.lstrip("-") in flags:
+                return f"{flag} is for {program} only"
+        known = [name.lstrip("-") for name in self._option_string_actions]
+        near = difflib.get_close_matches(flag.lstrip("-"), known, n=1)
+        did_you_mean = "".join(f". Did you mean --{name}?" for name in near)
+        return f"there is no flag {flag}{did_you_mean}"
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

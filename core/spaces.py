@@ -73,37 +73,77 @@ def leaves(nest: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(value, f"{name}/{key}" if name else key)
 
 
-def spec_of(space: gym.Space) -> Nest:
+class UnlearnableSpace(ValueError):
+    """A space that rollouts have no arrays for; the text says how to do without it."""
+
+
+def spec_of(space: gym.Space, name: str = "space") -> Nest:
     """Return the nest of `ArraySpec` that samples of `space` obey.
 
     Box keeps its shape and dtype, Discrete is a scalar int64, MultiDiscrete int64,
     MultiBinary int8; Dict and Tuple become dict and tuple.
 
+    Args:
+      name: of the space, for messages, such as "observation".
+
     Raises:
-      ValueError: the space is of another kind, or empty; the message names it.
+      UnlearnableSpace: a part of the space is of another kind, or empty; the message
+        names it.
     """
-    if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary) and 0 in space.shape:
-        raise ValueError(
-            f"space {space} of shape {space.shape} holds no values. Wrap the "
-            "environment so that it leaves this part out."
-        )
+    for key, part in leaves(leaf_spaces(space), name):
+        if (problem := _problem(part)) is not None:
+            raise UnlearnableSpace(f"'{key}' {problem}. {_without(space)}")
+    return map_nest(_leaf_spec, leaf_spaces(space))
+
+
+def leaf_spaces(space: gym.Space) -> Nest:
+    """Return the nest of the spaces of the leaves."""
     match space:
-        case gym.spaces.Box() | gym.spaces.MultiBinary():
-            assert space.shape is not None and space.dtype is not None
-            return ArraySpec(tuple(space.shape), np.dtype(space.dtype))
+        case gym.spaces.Dict():
+            return {key: leaf_spaces(sub) for key, sub in space.spaces.items()}
+        case gym.spaces.Tuple():
+            return tuple(leaf_spaces(sub) for sub in space.spaces)
+    return space
+
+
+def _leaf_spec(space: gym.Space) -> ArraySpec:
+    match space:
         case gym.spaces.Discrete():
             return ArraySpec((), np.dtype(np.int64))
         case gym.spaces.MultiDiscrete():
             return ArraySpec(tuple(space.nvec.shape), np.dtype(np.int64))
-        case gym.spaces.Dict():
-            return {key: spec_of(sub) for key, sub in space.spaces.items()}
-        case gym.spaces.Tuple():
-            return tuple(spec_of(sub) for sub in space.spaces)
-    raise ValueError(
-        f"space {space} is a {type(space).__name__}; expected Box, Discrete, "
-        "MultiDiscrete, MultiBinary, Dict or Tuple. Wrap the environment so that it "
-        "uses one of these."
+    assert space.shape is not None and space.dtype is not None
+    return ArraySpec(tuple(space.shape), np.dtype(space.dtype))
+
+
+def _problem(space: gym.Space) -> str | None:
+    """Say why a leaf's space cannot be learned from, or None if it can."""
+    match space:
+        case gym.spaces.Box() | gym.spaces.MultiBinary() if 0 in space.shape:
+            return f"is {space} of shape {space.shape}, which holds no values"
+        case (
+            gym.spaces.Box()
+            | gym.spaces.MultiBinary()
+            | gym.spaces.Discrete()
+            | gym.spaces.MultiDiscrete()
+        ):
+            return None
+    return (
+        f"is a {type(space).__name__}; expected Box, Discrete, MultiDiscrete, "
+        "MultiBinary, Dict or Tuple"
     )
+
+
+def _without(space: gym.Space) -> str:
+    """Say how to leave out of a space what cannot be learned from."""
+    if not isinstance(space, gym.spaces.Dict):
+        return "Wrap the environment so that it uses one of these."
+    good = [
+        key
+        for key, sub in space.spaces.items()
+        if all(_problem(part) is None for _, part in leaves(leaf_spaces(sub)))
+    ]
+    return f"Leave it out: gymnasium.wrappers.FilterObservation(env, {good})"
 
 
 def row_spec(
@@ -115,13 +155,13 @@ def row_spec(
     """
     f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
     return {
-        "observation": spec_of(observation_space),
+        "observation": spec_of(observation_space, "observation"),
         "reward": ArraySpec((), f32),
         "done": ArraySpec((), np.dtype(bool)),
         "truncated": ArraySpec((), np.dtype(bool)),
         "episode_return": ArraySpec((), f32),
         "episode_step": ArraySpec((), i32),
-        "last_action": spec_of(action_space),
+        "last_action": spec_of(action_space, "action"),
         "info": {
             key: ArraySpec((), f32) for key in ("game_return", "game_step", *info_keys)
         },

@@ -426,6 +426,21 @@ def let_learner_go_first(niceness: int = 19) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def check_main_file() -> None:
+    """Refuse a main program that processes of multiprocessing cannot import again.
+
+    Raises:
+      ConfigError: it was read from standard input.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)  # Notebooks have none, and need none.
+    if path is not None and main.__spec__ is None and not os.path.exists(path):
+        raise ConfigError(
+            f"the main program is {path}, no file, and actor processes import it "
+            "again. Save it as a file, or use --serial."
+        )
+
+
 def num_cores() -> int:
     """Return the number of cores this process may use, container limits heeded."""
     cores = os.cpu_count() or 1

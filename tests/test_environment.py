@@ -983,6 +983,14 @@ def test_spaces_of_classic_gym_become_those_of_gymnasium():
     assert environment.convert_space(space) is space
 
 
+def test_a_classic_space_is_known_by_what_it_is_derived_from():
+    box = dict(low=[0, 0], high=[1, 2], shape=(2,), dtype="float32")
+    for name in ("Box", "BoxSpace"):
+        derived = type("Camera", (type(name, (), box),), {})
+        converted = environment.convert_space(derived())
+        assert converted == gym.spaces.Box(np.zeros(2), np.array([1, 2]), dtype="f4")
+
+
 def test_a_classic_space_of_unknown_kind_is_named():
     with pytest.raises(ValueError, match="Graph.*expected Box, Discrete"):
         environment.convert_space(type("Graph", (), {"__repr__": lambda s: "Graph"})())
@@ -1082,6 +1090,9 @@ def test_make_takes_an_id_that_a_module_registers(user_module):
         ("tests.counting_env:LIVES", "expected a function, got 2"),
         ("fractions:Fraction", "Fraction has no reset, step, observation_space"),
         ("gym:CartPole-v1", r"pip install -e .\[classic\]"),
+        ("ale-vector:Pong", "is for PolyBeast only: python -m polybeast --env ale-v"),
+        ("envpool:Pong-v5", "is for PolyBeast only"),
+        ("Nobody-v0", "Where another package registers it: package:ID"),
     ],
 )
 def test_make_of_an_unknown_name_says_what_to_do(name, message, monkeypatch):
@@ -1089,6 +1100,20 @@ def test_make_of_an_unknown_name_says_what_to_do(name, message, monkeypatch):
     with pytest.raises(ValueError, match=message) as caught:
         make(name)
     assert "--env" in str(caught.value)
+
+
+def test_make_says_which_package_registers_an_id(user_module):
+    user_module(
+        "userworld",
+        "import gymnasium\n"
+        "gymnasium.register('UserWorld-Door-v0', 'tests.counting_env:CountingEnv')\n",
+    )
+    try:
+        with pytest.raises(ValueError, match="mean userworld:UserWorld-Door-v0?"):
+            make("UserWorld-Door-v0")
+        assert make("userworld:UserWorld-Door-v0").spec.id == "UserWorld-Door-v0"
+    finally:
+        gym.registry.pop("UserWorld-Door-v0")
 
 
 def test_make_lets_an_error_inside_the_users_module_through(user_module):
@@ -1227,11 +1252,6 @@ BROKEN = {
     "step()": (broken((1, 2, 3, 4)), r"'step\(\)' expected .* got a tuple of 4"),
     "reset()": (broken(reset=frame()), r"'reset\(\)' expected .* got uint8\[2,3\]"),
     "raises": (broken(None, KeyError("boom")), "KeyError: 'boom'"),
-    "space": (broken(observation_space=gym.spaces.Text(5)), "is a Text; expected Box"),
-    "empty space": (
-        broken(observation_space=gym.spaces.Box(0, 1, (0,))),
-        r"of shape \(0,\) holds no values. Wrap",
-    ),
 }
 
 
@@ -1242,3 +1262,54 @@ def test_check_names_the_violation(violation, monkeypatch, capsys):
     assert check_environment.main(["--check", "broken", "--steps", "7"]) == 78
     (line,) = (x for x in capsys.readouterr().out.splitlines() if "VIOLATION" in x)
     assert re.search(message, line), line
+
+
+class Mission(CountingEnv):
+    """As MiniGrid: a dict with a picture, a direction, and a text."""
+
+    def __init__(self, **others):
+        super().__init__(counting_env.NESTED)
+        parts = {**self.observation_space.spaces, **others}
+        self.observation_space = gym.spaces.Dict(parts)
+
+
+@pytest.mark.parametrize(
+    "part, said",
+    [
+        (gym.spaces.Text(5), "'observation/mission' is a Text; expected Box, Discrete"),
+        (
+            gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Text(5)]),
+            "'observation/mission/1' is a Text",
+        ),
+        (gym.spaces.Box(0, 1, (0,)), "of shape (0,), which holds no values"),
+    ],
+)
+def test_what_cannot_be_learned_is_no_violation_and_says_how_to_leave_it_out(
+    part, said, monkeypatch, capsys
+):
+    monkeypatch.setattr(environment, "make", lambda name: Mission(mission=part))
+    assert check_environment.main(["--check", "mission", "--steps", "7"]) == 78
+    out = capsys.readouterr().out
+    assert "VIOLATION" not in out
+    line = out.splitlines()[-1]
+    assert said in line
+    call = re.search(r"gymnasium\.wrappers\.(FilterObservation\(.*\))$", line)
+    env = gym.wrappers.FilterObservation(
+        Mission(mission=part), list(CountingEnv(counting_env.NESTED).observation_space)
+    )
+    assert call[1] == f"FilterObservation(env, {list(env.observation_space)})"
+    spaces.spec_of(env.observation_space)  # Without it, it can be learned.
+
+
+def test_other_spaces_that_cannot_be_learned_are_named():
+    with pytest.raises(spaces.UnlearnableSpace, match="'action' is a Text; .* Wrap"):
+        spaces.row_spec(gym.spaces.Discrete(2), gym.spaces.Text(5), ())
+
+
+def test_a_slow_check_says_how_far_it_has_come(monkeypatch, capsys):
+    monkeypatch.setattr(check_environment, "SAY_S", 0.0)
+    assert check_environment.main(["--check", "Catch", "--steps", "7"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "playing: 0 of 7 steps"
+    assert lines[-1] == "measuring: 6 of 7 steps"
+    assert "playing: 299 of 300 steps" in lines

@@ -233,7 +233,7 @@ def test_report_and_play_go_together(tmp_path, capsys):
 # ----------------------------------------------------------------------------- videos
 
 
-def test_a_video_shows_each_observation_that_was_acted_on(tmp_path):
+def test_a_video_shows_each_observation_that_was_acted_on(tmp_path, capsys):
     imageio = pytest.importorskip("imageio.v3")
     pytest.importorskip("imageio_ffmpeg")
     shown = []
@@ -257,6 +257,7 @@ def test_a_video_shows_each_observation_that_was_acted_on(tmp_path):
     envs.close()
     paths = sorted((tmp_path / "new" / "video").iterdir())
     assert [path.name for path in paths] == ["game-000.mp4", "game-001.mp4"]
+    assert capsys.readouterr().out.splitlines() == [f"Wrote {p}" for p in paths]
     films = [imageio.imread(path, plugin="FFMPEG") for path in paths]
     assert [len(film) for film in films] == [game.steps for game in games] == [9, 9]
     film, expected = np.concatenate(films), np.stack(shown)

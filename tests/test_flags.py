@@ -22,7 +22,9 @@ def refusal(argv, capsys):
     assert caught.value.code == Exit.USAGE
     out, err = capsys.readouterr()
     assert out == ""
-    return err.splitlines()[-1]
+    (line,) = err.splitlines()
+    assert line.endswith("See python -m monobeast --help")
+    return line
 
 
 # ---------------------------------------------------------------------- what is there
@@ -332,8 +334,11 @@ BAD_COMBINATIONS = [
     (f"--seed {2**70}", ["--seed", "at most 10^18", str(2**70)]),
     ("--info_keys speed,game_step", ["--info_keys", "'game_step'", "Leave it out"]),
     ("--info_keys game_return", ["--info_keys", "'game_return'", "Leave it out"]),
-    ("--num_actions 6", ["unrecognized arguments", "--num_actions"]),
-    ("Pong", ["unrecognized arguments", "Pong"]),
+    ("--num_actions 6", ["no flag --num_actions. Did you mean --num_actors?"]),
+    ("--lerning_rate=1", ["no flag --lerning_rate. Did you mean --learning_rate?"]),
+    ("--xyzzy", ["there is no flag --xyzzy. See"]),
+    ("--num_servers 3", ["--num_servers is for PolyBeast (python -m polybeast) only"]),
+    ("Pong", ["'Pong' belongs to no flag"]),
 ]
 
 

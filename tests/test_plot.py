@@ -113,13 +113,17 @@ def test_environments_can_share_a_panel(tmp_path, reference):
     assert labels == ["Catch, 2 seeds", "Memory, 2 seeds"]
 
 
-def test_a_figure_appears_beside_the_data_or_where_it_is_wanted(tmp_path, reference):
+def test_a_figure_appears_beside_the_data_or_where_it_is_wanted(
+    tmp_path, reference, capsys
+):
     run = write_run(tmp_path / "runs" / "a", "Catch", 1, [(1, 0), (9, 1)])
     plot.main([str(run)])
     assert (run / "curve.png").read_bytes().startswith(PNG)
     plot.main([str(run.parent), "--out", str(tmp_path / "b.png"), "--x", "hours"])
     assert (tmp_path / "b.png").read_bytes().startswith(PNG)
     assert not (run.parent / "curve.png").exists()
+    said = [f"Wrote {run / 'curve.png'}", f"Wrote {tmp_path / 'b.png'}"]
+    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_runs_without_a_finished_game_are_left_out(tmp_path, capsys):

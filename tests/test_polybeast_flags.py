@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import core.flags
+import monobeast
 import polybeast
 import polybeast_env
 from core import metrics
@@ -297,7 +298,7 @@ def test_addresses_are_a_comma_list_with_ranges(text, expected):
         ("host:0", "ports from 1 to 65535"),
         ("host:0-3", "ports from 1 to 65535"),
         ("a:1-3,a:3", "a:3 twice"),
-        ("unix:/a,unix:/a", "unix:/a twice"),
+        ("unix:/a,unix:/a", "'unix:/a' twice"),
     ],
 )
 def test_addresses_that_are_none_are_named(text, said, capsys):
@@ -505,10 +506,10 @@ BAD_COMBINATIONS = [
         "--tls_dir certs --insecure --server_addresses host:1",
         ["--tls_dir is certs", "--insecure", "Leave one out."],
     ),
-    ("--num_actions 6", ["unrecognized arguments", "--num_actions"]),
-    ("--num_buffers 60", ["unrecognized arguments", "--num_buffers"]),
-    ("--serial", ["unrecognized arguments", "--serial"]),
-    ("Pong", ["unrecognized arguments", "Pong"]),
+    ("--num_actions 6", ["no flag --num_actions. Did you mean --num_actors?"]),
+    ("--num_buffers 60", ["--num_buffers is for MonoBeast", "only"]),
+    ("--serial", ["--serial is for MonoBeast (python -m monobeast) only"]),
+    ("Pong", ["'Pong' belongs to no flag"]),
 ]
 
 
@@ -595,3 +596,12 @@ def test_testing_without_a_run_is_refused_with_the_remedy(tmp_path, capsys):
     message = refusal(["--mode", "test", "--savedir", str(tmp_path / "none")], capsys)
     for part in ("--mode is test", str(tmp_path / "none"), "--xpid", "--savedir"):
         assert part in message
+
+
+def test_flags_of_the_other_program_are_known_as_such():
+    mono, poly = (
+        {action.dest for action in program.make_parser()._actions}
+        for program in (monobeast, polybeast)
+    )
+    told = [set(flags) for flags in core.flags.ONLY_IN.values()]
+    assert told == [mono - poly, poly - mono]

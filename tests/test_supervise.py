@@ -663,3 +663,19 @@ def test_freed_memory_comes_back_without_page_faults():
     # Without it each page faults each round: 4 KB pages, or 2 MB ones (40 per round).
     assert faults >= 5 * 40
     assert kept < faults / 10
+
+
+def test_a_main_program_from_standard_input_is_refused_in_one_line(tmp_path):
+    script = "from core.supervise import check_main_file; check_main_file()"
+    (tmp_path / "script.py").write_text(script)
+    environ = {**os.environ, "PYTHONPATH": os.getcwd()}
+    for arguments, refused in (["-"], True), ([tmp_path / "script.py"], False):
+        said = subprocess.run(
+            [sys.executable, *arguments],
+            input=script,
+            env=environ,
+            capture_output=True,
+            text=True,
+        ).stderr
+        last = (said.splitlines() or [""])[-1]
+        assert ("the main program is <stdin>, no file" in last) is refused, said

@@ -243,8 +243,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     figure = draw(runs, args.x, args.y, args.against, args.together)
     if args.title:
         figure.suptitle(args.title)
-    figure.savefig(args.out or args.folders[0] / "curve.png", dpi=120)
+    out = args.out or args.folders[0] / "curve.png"
+    figure.savefig(out, dpi=120)
     plt.close(figure)
+    print(f"Wrote {out}")
 
 
 if __name__ == "__main__":
