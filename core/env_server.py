@@ -586,6 +586,7 @@ class Server:
             first_env_id=hello.first_env_id,
             incarnation=hello.incarnation,
             info_keys=hello.info_keys,
+            truncation_is_done=hello.truncation_is_done,
         )
         with _closing(envs):
             if _space_messages(envs) != self._space_messages:

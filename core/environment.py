@@ -409,6 +409,8 @@ class Environments:
     A truncated episode takes two rows. The first shows its final observation
     (`truncated`); the step after that executes no action and shows the reset
     observation (`done`, reward 0, and once more the return of the truncated episode).
+    With `truncation_is_done` it takes one, like a terminated episode: for learners of
+    TorchBeast, which know of no other end.
 
     An environment whose lives end episodes while the game goes on says so by
     `info["life_lost"] = True` on such a terminated step; its next `reset` continues
@@ -432,6 +434,7 @@ class Environments:
         Otherwise only each environment's first one is: seeding ALE anew costs as much
         as 300 steps.
       recycle_games: full games after which an environment is made anew; 0 for never.
+      truncation_is_done: as said above.
     """
 
     def __init__(
@@ -445,6 +448,7 @@ class Environments:
         info_keys: tuple[str, ...] = (),
         seed_every_game: bool = False,
         recycle_games: int = 0,
+        truncation_is_done: bool = False,
     ) -> None:
         self.info_keys = info_keys
         self._make_env = make_env
@@ -453,6 +457,7 @@ class Environments:
         self._incarnation = incarnation
         self._seed_every_game = seed_every_game
         self._recycle_games = recycle_games
+        self._truncation_is_done = truncation_is_done
         self._progress: list[_Progress] = []  # Empty until `reset`.
         self.envs: list[gym.Env] = []
         with contextlib.ExitStack() as stack:
@@ -635,6 +640,8 @@ class Environments:
 
         life_lost = terminated and info.get("life_lost", False)
         game_over = truncated or (terminated and not life_lost)
+        if self._truncation_is_done:
+            terminated, truncated = terminated or truncated, False
         if terminated and not game_over:
             observation, reset_info = self._reset(k, None)
             game_over = bool(reset_info.get("new_game", False))

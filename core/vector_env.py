@@ -62,6 +62,7 @@ def make_vector(
     incarnation: int = 0,
     info_keys: tuple[str, ...] = (),
     seed_every_game: bool = False,
+    truncation_is_done: bool = False,
 ) -> Environments:
     """Create the `num_envs` environments that `--env name` stands for.
 
@@ -79,6 +80,7 @@ def make_vector(
         first_env_id=first_env_id,
         incarnation=incarnation,
         info_keys=info_keys,
+        truncation_is_done=truncation_is_done,
     )
     seeds = [env_seed(seed, first_env_id + k, incarnation, 0) for k in range(num_envs)]
     if is_atari(name):
@@ -116,6 +118,7 @@ def from_vector_env(
     first_env_id: int = 0,
     incarnation: int = 0,
     info_keys: tuple[str, ...] = (),
+    truncation_is_done: bool = False,
 ) -> Environments:
     """Return the environments of `vector`, which the result owns and closes.
 
@@ -128,11 +131,12 @@ def from_vector_env(
       ValueError: `vector` is none of these.
     """
     return _Together(
-        _GymnasiumVector(vector, info_keys),
+        _GymnasiumVector(vector, info_keys, truncation_is_done),
         seed=seed,
         first_env_id=first_env_id,
         incarnation=incarnation,
         info_keys=info_keys,
+        truncation_is_done=truncation_is_done,
     )
 
 
@@ -206,9 +210,16 @@ class _GymnasiumVector:
     SAME_STEP    has been reset         has been reset, and must take a step with the
                                         others: nobody sees it, then reset again
     DISABLED     reset, after the step  reset (it must be), step that nobody sees, reset
+
+    With `truncation_is_done` truncated episodes are dealt with as terminated ones.
     """
 
-    def __init__(self, vector: VectorEnv, info_keys: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        vector: VectorEnv,
+        info_keys: tuple[str, ...],
+        truncation_is_done: bool,
+    ) -> None:
         spec = getattr(vector, "spec", None)
         self.name = getattr(spec, "id", None) or type(vector.unwrapped).__name__
         self.vector = vector
@@ -222,6 +233,7 @@ class _GymnasiumVector:
                 "earlier. Let its metadata['autoreset_mode'] be SAME_STEP, or DISABLED "
                 "with reset(options={'reset_mask': mask})."
             )
+        self._truncation_is_done = truncation_is_done
         self._info_keys = ("life_lost", *info_keys)
         self.envs = [_View(self, k) for k in range(vector.num_envs)]
 
@@ -249,6 +261,8 @@ class _GymnasiumVector:
         self._rewards = self._array("rewards", rewards, np.float64).tolist()
         self._terminated = self._array("terminations", terminated, np.bool_)
         self._truncated = self._array("truncations", truncated, np.bool_)
+        if self._truncation_is_done:
+            self._terminated |= self._truncated
         # Where what was seen is a reset observation, and the final one is in the info.
         self._finals = np.zeros_like(idle)
         if is_same_step:

@@ -89,6 +89,7 @@ class Hello:
     first_env_id: int = field(6, "uint64", 0)
     incarnation: int = field(7, "uint64", 0)
     newest_frames: bool = field(8, "bool", False)
+    truncation_is_done: bool = field(9, "bool", False)
 
 
 @dataclasses.dataclass(frozen=True)

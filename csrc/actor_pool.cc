@@ -496,6 +496,7 @@ void ActorPool::Impl::connect(Lock& lock, Actor& actor) {
   hello.first_env_id = env_ ? actor.index * env_->num_envs : 0;
   hello.incarnation = options_.first_incarnation + actor.incarnations;
   hello.newest_frames = actor.takes_newest_frames;
+  hello.truncation_is_done = !options_.named_rows;
   actor.state = StreamState::kConnecting;
   ++actor.attempts;
   // The dead connection is destroyed without the lock: it has a stream.

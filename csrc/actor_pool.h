@@ -92,8 +92,9 @@ struct PoolStats {
 //     ((env_rows [T+1, C, ...], agent_outputs [T+1, C, ...]), agent_state)
 // and the batcher is asked (env_rows [1, K, ...], agent_state) and answers
 // (agent_outputs [1, K, ...], agent_state). env_rows is the tuple (observation,
-// reward, done, episode_step, episode_return), or, with named_rows, the dict of
-// all that the server sends; of these the batcher gets inference_keys only.
+// reward, done, episode_step, episode_return), where a truncated episode ends
+// in one row that is done; or, with named_rows, the dict of all that the server
+// sends; of these the batcher gets inference_keys only.
 // agent_outputs is a dict with the key "action", or a tuple or list whose first
 // entry is the action, or the action itself. Before the first action of a
 // stream, outputs are zero and the state is the initial one; agent_state of a

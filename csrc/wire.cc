@@ -634,6 +634,7 @@ std::string encode(const Hello& hello) {
   put_number(out, 6, hello.first_env_id);
   put_number(out, 7, hello.incarnation);
   put_number(out, 8, hello.newest_frames);
+  put_number(out, 9, hello.truncation_is_done);
   return out;
 }
 

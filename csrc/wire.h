@@ -44,6 +44,7 @@ struct Hello {
   uint64_t first_env_id = 0;
   uint64_t incarnation = 0;
   bool newest_frames = false;
+  bool truncation_is_done = false;
 };
 
 struct Key {

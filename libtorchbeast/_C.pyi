@@ -183,7 +183,9 @@ class ActorPool:
       initial_agent_state: nest of arrays `[.., 1, ...]` of one environment; () for a
         model without memory.
       named_rows: env_rows is a dict of all that the server sends. Otherwise it is the
-        tuple (observation, reward, done, episode_step, episode_return).
+        tuple (observation, reward, done, episode_step, episode_return) that learners of
+        TorchBeast know, and a truncated episode ends in one row that is done, as a
+        terminated one does.
       inference_keys: with named_rows, the keys that inference needs and gets; (): all
         of them.
       info_keys: scalars of the environments' info to send as well.

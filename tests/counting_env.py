@@ -151,7 +151,11 @@ def make_stacked() -> CountingEnv:
 
 
 def check_rollout(
-    rollout: Any, previous_last_row: Any = None, *, seed_every_game: bool = False
+    rollout: Any,
+    previous_last_row: Any = None,
+    *,
+    seed_every_game: bool = False,
+    truncation_is_done: bool = False,
 ) -> None:
     """Check that each row of a rollout follows from the row before it.
 
@@ -162,6 +166,7 @@ def check_rollout(
       previous_last_row: nest [B, ...], the last row of the rollout before, which must
         be the first row of this one. Without it, row 0 is only checked in itself.
       seed_every_game: games begin with seeds that are not known here.
+      truncation_is_done: truncated episodes take one row, like terminated ones.
 
     Raises:
       AssertionError: with row, column and key.
@@ -192,7 +197,9 @@ def check_rollout(
             place = decode(before["observation"])
             if before["done"] and place.life == 0:
                 game_return, game_step = 0.0, 0
-            expected, game_over = _next_row(before, row, seed_every_game)
+            expected, game_over = _next_row(
+                before, row, seed_every_game, truncation_is_done
+            )
             if game_return is not None and not before["truncated"]:
                 game_return += expected["reward"]
                 game_step += 1
@@ -224,7 +231,9 @@ def _check_first(row: Any, where: str) -> None:
         _assert_equal(row["reward"], reward, f"{where} 'reward'")
 
 
-def _next_row(before: Any, row: Any, seed_every_game: bool) -> tuple[Any, bool]:
+def _next_row(
+    before: Any, row: Any, seed_every_game: bool, truncation_is_done: bool
+) -> tuple[Any, bool]:
     """Return what must follow `before` when the action is that of `row`.
 
     Also return whether the transition ended a full game.
@@ -246,9 +255,9 @@ def _next_row(before: Any, row: Any, seed_every_game: bool) -> tuple[Any, bool]:
         }, False
     here = place._replace(step=place.step + 1)
     ended = here.step == here.length()
-    truncated = ended and here.is_cut()
+    truncated = ended and here.is_cut() and not truncation_is_done
     done = ended and not truncated
-    game_over = truncated or (done and here.is_last_life())
+    game_over = ended and (here.is_cut() or here.is_last_life())
     following = here.next_episode() if done else here
     if done and game_over and seed_every_game:
         following = following._replace(seed=decode(row["observation"]).seed, game=0)

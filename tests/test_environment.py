@@ -256,6 +256,16 @@ def test_truncation_takes_two_rows_and_the_second_executes_nothing():
     assert column(rows["info"]["score"]) == [None, 10, 20, None, 10]
 
 
+@pytest.mark.parametrize("kind", [TRUNCATING, LIVES | TRUNCATING])
+def test_truncation_takes_one_row_where_it_is_done(kind):
+    rows = collect(lambda: CountingEnv(kind), num_steps=97, truncation_is_done=True)
+    check_rollout(rows, truncation_is_done=True)
+    assert not rows["truncated"].any()
+    before = (counting_env.decode(code) for code in rows["observation"][:-1, 0])
+    ends = rows["done"][1:, 0]
+    assert any(place.is_cut() and end for place, end in zip(before, ends, strict=True))
+
+
 def test_time_limit_of_gymnasium_truncates_in_two_rows():
     rows = collect(
         lambda: gym.wrappers.TimeLimit(make("CartPole-v1"), 5), num_steps=12, num_envs=1

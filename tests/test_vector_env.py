@@ -122,6 +122,18 @@ def test_rows_equal_those_of_environments(mode, kind):
 
 
 @MODES
+def test_truncation_takes_one_row_where_it_is_done(mode):
+    kind = LIVES | TRUNCATING
+    options = dict(seed=SEED, truncation_is_done=True)
+    ours = from_vector_env(sync(lambda: Tolerant(kind), mode), **options)
+    theirs = Environments(lambda: CountingEnv(kind), K, **options)
+    rows = play(ours, num_steps=61)
+    assert_same_rows(rows, play(theirs, num_steps=61))
+    check_rollout(rows, truncation_is_done=True)
+    assert not rows["truncated"].any()
+
+
+@MODES
 def test_a_vector_env_may_reuse_its_arrays(mode):
     vector = sync(lambda: Tolerant(TRUNCATING), mode, copy=False)
     rows = play(from_vector_env(vector, seed=SEED), num_steps=61)

@@ -416,6 +416,8 @@ TEST(states_and_ledger_of_one_stream_step_by_step) {
   CHECK_EQ(player.hello.seed, 23);
   CHECK_EQ(player.hello.first_env_id, 0);
   CHECK_EQ(player.hello.incarnation, 100);
+  // Whoever reads tuples does not see which rows are truncated.
+  CHECK(player.hello.truncation_is_done);
   rig.wait_for(StreamState::kWaitingForEnv);
   CHECK_EQ(rig.pool->stats().connected, 1);
   CHECK_EQ(rig.pool->stats().slabs_open, 0);

@@ -213,6 +213,7 @@ struct Hello {
   std::vector<std::string> info_keys;
   int64_t seed = 0, first_env_id = 0, incarnation = 0;
   bool newest_frames = false;
+  bool truncation_is_done = false;
 };
 
 inline Hello parse_hello(const std::string& message) {
@@ -231,6 +232,7 @@ inline Hello parse_hello(const std::string& message) {
   hello.first_env_id = number_of(fields, 6);
   hello.incarnation = number_of(fields, 7);
   hello.newest_frames = number_of(fields, 8);
+  hello.truncation_is_done = number_of(fields, 9);
   return hello;
 }
 

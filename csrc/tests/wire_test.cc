@@ -134,9 +134,11 @@ TEST(hello_and_action_are_written_as_servers_read_them) {
   CHECK_EQ(read.seed, -1);
   CHECK_EQ(read.first_env_id, 300);
   CHECK_EQ(read.incarnation, 7);
-  CHECK(!read.newest_frames);
+  CHECK(!read.newest_frames && !read.truncation_is_done);
   hello.newest_frames = true;
   CHECK(fake::parse_hello(wire::hello_to_server(hello)).newest_frames);
+  hello.truncation_is_done = true;
+  CHECK(fake::parse_hello(wire::hello_to_server(hello)).truncation_is_done);
   // By hand, from proto/torchbeast.proto.
   CHECK_EQ(wire::action_to_server(258, {"ab", "c"}),
            std::string("\x12\x10\x09\x02\x01\0\0\0\0\0\0\x12\x02"

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learners written for TorchBeast in 2019 run unchanged on the extension."""
+
+import argparse
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import libtorchbeast
+from core.supervise import start_thread
+from tests import old_fork_learner
+from tests.conftest import DEADLINE_S
+
+T, B = 5, 4
+EPISODE_STEPS = 3
+
+# Old code has no seeds to give.
+pytestmark = pytest.mark.filterwarnings("ignore:.* takes no seed")
+
+
+class Echo:
+    """Rewards the action that the observation shows. A time limit ends each episode.
+
+    As environments were in 2019: no base class, `reset` returns the observation alone,
+    `step` four values.
+    """
+
+    observation_space = gym.spaces.Box(0, 1, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self):
+        self._steps = 0
+        return self._observe()
+
+    def step(self, action):
+        reward = float(action == self._shown)
+        self._steps += 1
+        done = self._steps == EPISODE_STEPS
+        info = {"TimeLimit.truncated": True} if done else {}
+        return self._observe(), reward, done, info
+
+    def _observe(self):
+        self._shown = np.random.randint(2)
+        return np.eye(2, dtype=np.float32)[self._shown]
+
+
+class Failing(Echo):
+    def step(self, action):
+        raise ZeroDivisionError("this environment is broken")
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """Flags of the learner; `serve(env_class)` starts its servers."""
+    flags = argparse.Namespace(
+        unroll_length=T,
+        batch_size=B,
+        total_steps=100 * T * B,
+        num_inputs=2,
+        num_actions=2,
+        action_dtype=torch.int64,
+        discounting=0.9,
+        entropy_cost=0.001,
+        learning_rate=0.01,
+        log_every_s=0.01,
+        addresses=[],
+        actorpool_errors=[],
+    )
+    servers = []
+
+    def serve(env_class):
+        for i in range(2):
+            address = f"unix:{tmp_path}/{i}"
+            server = libtorchbeast.Server(env_class, server_address=address)
+            server.start()
+            servers.append((server, start_thread("server", server.run)))
+            flags.addresses.append(address)
+
+    flags.serve = serve
+    yield flags
+    for server, thread in servers:
+        server.stop()
+        thread.result(timeout=DEADLINE_S)
+
+
+def test_an_old_learner_learns(flags):
+    torch.manual_seed(1)
+    flags.serve(Echo)
+    stats = start_thread("main", old_fork_learner.train, flags).result(DEADLINE_S)
+    assert flags.actorpool_errors == []
+    assert stats["step"] >= flags.total_steps
+    rows = [rows for rows in stats["rows"][-20:] if rows.done.any()]
+    mean_return = torch.cat([r.episode_return[r.done] for r in rows]).mean().item()
+    assert mean_return > 0.9 * EPISODE_STEPS  # Half of them by chance.
+
+
+def test_a_truncated_episode_is_one_row_for_an_old_learner(flags):
+    flags.serve(Echo)
+    flags.total_steps = 3 * T * B
+    stats = start_thread("main", old_fork_learner.train, flags).result(DEADLINE_S)
+    for rows in stats["rows"]:
+        # Three steps, each a transition with its own reward, and the next game.
+        assert torch.equal(rows.done, rows.episode_step == EPISODE_STEPS)
+        assert set(rows.episode_step.unique().tolist()) <= {1, 2, 3}
+        begins = torch.where(rows.done[:-1], 0.0, rows.episode_return[:-1])
+        assert torch.equal(rows.episode_return[1:], begins + rows.rewards[1:])
