@@ -554,6 +554,7 @@ class MLPTorso(nn.Module):
         super().__init__()
         self.space = space
         offset, scale = torch.from_numpy(flat_ranges(space))
+        self.is_scaled = bool(offset.any() or (scale != 1).any())
         # Integers: in a torso of bfloat16 they stay exact.
         self.register_buffer("offset", offset, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
@@ -567,7 +568,9 @@ class MLPTorso(nn.Module):
 
     def forward(self, observation: Nest) -> torch.Tensor:
         x = torch.cat(list(flat_features(self.space, observation)), 1)
-        return self.layers((x - self.offset) * self.scale.reciprocal())
+        if self.is_scaled:
+            x = (x - self.offset) * self.scale.reciprocal()
+        return self.layers(x)
 
 
 TORSOS = {

@@ -218,8 +218,8 @@ def test_until_the_optimizer_an_update_looks_at_no_tensor(model):
     learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
     with FakeTensorMode() as mode:
         for module in learner.net.modules():
-            for name, weights in module._parameters.items():
-                module._parameters[name] = mode.from_tensor(weights)
+            for tensors in (module._parameters, module._buffers):
+                tensors.update({k: mode.from_tensor(x) for k, x in tensors.items()})
         rows = map_nest(lambda x: mode.from_tensor(torch.from_numpy(x)), batch)
         parts = learner.gradient(rows, ())
         assert all(p.grad is not None for p in learner.net.parameters())
