@@ -1215,6 +1215,7 @@ def train(flags: argparse.Namespace) -> Exit:
             learner,
             frames_per_step=options.get("frame_skip", 1),  # 1 without an emulator.
             in_turn=True,
+            in_background=not flags.serial,
         )
         found = run.resume()
         describe(flags, run_dir, spaces, learner)

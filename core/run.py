@@ -12,6 +12,7 @@ resumed, compared and tested alike:
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import faulthandler
 import logging
@@ -33,13 +34,19 @@ from torch import nn
 from core import checkpoint, metrics
 from core.losses import ImpalaLoss
 from core.spaces import Nest, leaves, map_nest
-from core.supervise import ConfigError, Exit, StallError, available_memory
+from core.supervise import (
+    ConfigError,
+    Exit,
+    StallError,
+    available_memory,
+    start_thread,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_BAD_UPDATES = 10  # Non-finite updates in a row that stop the run.
-TICK_LOCK_S = 1.0  # For an update to end; if it does not, the next tick tries again.
-END_LOCK_S = 10.0  # At the end, after learner threads had their time to stop.
+LOCK_S = 10.0  # For an update to end, when a checkpoint or the last row waits for it.
+LOG_S = 10.0  # At the end, for the row that is being written and shown.
 
 
 class Learner:
@@ -291,7 +298,10 @@ ExtraState = Callable[[], tuple[dict[str, Any], dict[str, dict[str, torch.Tensor
 class Run:
     """A run's folder and all that is written there: checkpoints, logs, status line.
 
-    Used by the main thread.
+    Used by the main thread. What `tick` writes, threads of its own write: MonoBeast's
+    main thread hands out the rollout buffers, and must wait neither for an update to
+    end nor for a disk or a terminal. There is one for the row and one for the
+    checkpoint, each for as long as it takes.
     """
 
     def __init__(
@@ -302,14 +312,22 @@ class Run:
         *,
         frames_per_step: int,
         in_turn: bool,
+        in_background: bool = True,
     ):
-        """Create the run; `in_turn` as `verdict` takes it."""
+        """Create the run.
+
+        Args:
+          in_turn: as `verdict` takes it.
+          in_background: False makes `tick` write in the calling thread.
+        """
         self.flags = flags
         self.learner = learner
         self.extra_state: ExtraState = lambda: ({}, {})
         self.run_dir = run_dir
         self._frames_per_step = frames_per_step
         self._in_turn = in_turn
+        self._in_background = in_background
+        self._jobs: dict[str, concurrent.futures.Future] = {}  # What threads write.
         self._checkpoints = run_dir / "checkpoints"
         self._earlier_s = 0.0  # Training time before the last resume.
 
@@ -448,57 +466,97 @@ class Run:
             try:
                 yield
             except BaseException:
+                self._wait_for("log", LOG_S)
                 try:
-                    self.save()
+                    self._save_last()
                 except Exception as error:  # The first failure is the one to report.
                     log.error("No checkpoint of the end: %s", error)
                 raise
-            self.save()
+            self._save_last()
 
     def tick(self, stats: dict[str, Any]) -> None:
-        """Log and save what is due.
+        """Begin to log and save what is due; wait for nothing.
 
         Args:
           stats: columns of the log that only the trainer knows.
+
+        Raises:
+          Exception: what the last attempt to log or save died of.
         """
+        for job in self._jobs.values():
+            if job.done():
+                job.result()
         now = time.monotonic()
+        if now - self._last_log >= self.flags.log_interval_s:
+            self._begin("log", self._write_row, stats)
+        if now - self._last_save >= self.flags.checkpoint_interval_s:
+            self._begin("save", self._try_to_save)
+
+    def _begin(self, name: str, write: Callable[..., None], *args: Any) -> None:
+        """Write in a thread of that name, unless the last one is still at work."""
+        if not self._in_background:
+            write(*args)
+        elif name not in self._jobs or self._jobs[name].done():
+            self._jobs[name] = start_thread(name, _on_one_core, write, *args)
+
+    def _wait_for(self, name: str, limit_s: float | None = None) -> bool:
+        """Wait for what a thread is writing; say whether it has come to an end."""
+        job = self._jobs.get(name)
+        return job is None or not concurrent.futures.wait([job], limit_s).not_done
+
+    def _save_last(self) -> None:
+        self._wait_for("save")  # For ever: the checkpoint after it goes the same way.
+        self.save()
+
+    def _try_to_save(self) -> None:
         try:
-            if now - self._last_log >= self.flags.log_interval_s:
-                self.log(stats, TICK_LOCK_S)
-            if now - self._last_save >= self.flags.checkpoint_interval_s:
-                self.save(TICK_LOCK_S)
+            self.save()
         except StallError:
             pass  # A long update. Whether it ever ends is for the watchdog to see.
         except checkpoint.CheckpointError as error:
             # The old ones are intact, and the disk may have room again next time.
             log.warning("%s. Training goes on.", error)
 
-    def log(self, stats: dict[str, Any], lock_s: float | None = None) -> None:
-        """Write one row of logs.csv, and show the same; nothing if no step was made.
+    def log(self, stats: dict[str, Any]) -> None:
+        """Write the first or the last row of this start, between two updates.
 
         Raises:
-          StallError: an update is at work for longer than `lock_s` (END_LOCK_S).
+          StallError: an update is at work for longer than LOCK_S.
+          Exception: what the last attempt to log died of.
+        """
+        if not self._wait_for("log", LOG_S):
+            log.error("The last row is missing: the one before is still being written")
+            return
+        if "log" in self._jobs:
+            self._jobs.pop("log").result()
+        with self.learner.between_updates(LOCK_S):
+            self._write_row(stats)
+
+    def _write_row(self, stats: dict[str, Any]) -> None:
+        """Write one row of logs.csv, and show the same; nothing if no step was made.
+
+        Without the lock, which an update may hold for seconds: of an update that ends
+        meanwhile some columns may know, and the others will in the next row.
         """
         learner, now = self.learner, time.monotonic()
-        with learner.between_updates(END_LOCK_S if lock_s is None else lock_s):
-            step, episodes = learner.step, learner.episodes
-            steps = step - self._last_step
-            row: dict[str, Any] = {
-                "step": step,
-                "frames": step * self._frames_per_step,
-                "time_s": self._earlier_s + now - self._started,
-                "sps": steps / max(now - self._last_log, 1e-9),
-                "mean_episode_return": episodes.mean_return,
-                "mean_episode_step": episodes.mean_step,
-                "games": episodes.games,
-                "best_mean_return": episodes.best_mean_return,
-                "mean_life_return": episodes.mean_life_return,
-                "learning_rate": learner.optimizers[0].param_groups[0]["lr"],
-                "updates": learner.updates,
-                "skipped_updates": learner.skipped,
-                "stale_rollouts": learner.stale,
-                "rss_mb": metrics.rss_mb(),
-            }
+        step, episodes = learner.step, learner.episodes
+        steps = step - self._last_step
+        row: dict[str, Any] = {
+            "step": step,
+            "frames": step * self._frames_per_step,
+            "time_s": self._earlier_s + now - self._started,
+            "sps": steps / max(now - self._last_log, 1e-9),
+            "mean_episode_return": episodes.mean_return,
+            "mean_episode_step": episodes.mean_step,
+            "games": episodes.games,
+            "best_mean_return": episodes.best_mean_return,
+            "mean_life_return": episodes.mean_life_return,
+            "learning_rate": learner.optimizers[0].param_groups[0]["lr"],
+            "updates": learner.updates,
+            "skipped_updates": learner.skipped,
+            "stale_rollouts": learner.stale,
+            "rss_mb": metrics.rss_mb(),
+        }
         if steps == 0:
             if step == 0:
                 self._show(row, None)
@@ -521,17 +579,17 @@ class Run:
             verdict=verdict,
         )
 
-    def save(self, lock_s: float | None = None) -> None:
+    def save(self) -> None:
         """Write a checkpoint, unless --disable_checkpoint.
 
         Raises:
           CheckpointError: it cannot be written.
-          StallError: an update is at work for longer than `lock_s` (END_LOCK_S).
+          StallError: an update is at work for longer than LOCK_S.
         """
         if self.flags.disable_checkpoint:
             return
         learner = self.learner
-        with learner.between_updates(END_LOCK_S if lock_s is None else lock_s):
+        with learner.between_updates(LOCK_S):
             self._last_save = time.monotonic()
             tensors: Nest = {"model": dict(learner.net.state_dict())}
             optimizers: dict[str, Any] = {}
@@ -624,6 +682,11 @@ def gpu_utilization(net: nn.Module) -> float | None:
         return torch.cuda.utilization(device) / 100
     except Exception:  # Without nvidia-ml-py, or its driver: as many types as versions.
         return None
+
+
+def _on_one_core(fn: Callable[..., None], *args: Any) -> None:
+    compute_on(1)  # Or torch would give this thread workers of its own.
+    fn(*args)
 
 
 def compute_on(cores: int) -> None:

@@ -5,6 +5,7 @@ import functools
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import gymnasium as gym
@@ -19,6 +20,7 @@ from core.dry_run import zero_rows
 from core.spaces import map_nest
 from core.supervise import ConfigError
 from core.toys import Catch
+from tests.conftest import DEADLINE_S, wait_until
 
 SIZES = ["--batch_size", "5", "--unroll_length", "10", "--envs_per_actor", "5"]
 
@@ -97,6 +99,69 @@ def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
     assert (again := make_run(savedir, *flags, xpid="old")).resume() is not None
     assert again.learner.step == 200
     assert "--init_from" in caplog.text and "was for its beginning" in caplog.text
+
+
+# ---------------------------------------------------------------- logging and saving
+
+AT_ONCE = ["--log_interval_s", "0", "--checkpoint_interval_s", "0"]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Return an event that `checkpoint.save` waits for."""
+    gate, save = threading.Event(), checkpoint.save
+
+    def wait_and_save(*args, **options):
+        assert gate.wait(DEADLINE_S)
+        save(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "save", wait_and_save)
+    yield gate
+    gate.set()
+
+
+def steps_logged(a_run: run.Run) -> list[int]:
+    lines = (a_run.run_dir / "logs.csv").read_text().splitlines()[1:]
+    return [int(line.partition(",")[0]) for line in lines]
+
+
+def saved(a_run: run.Run) -> list[int]:
+    folder = a_run.run_dir / "checkpoints"
+    return sorted(int(path.stem.partition("-")[2]) for path in folder.glob("step-*"))
+
+
+def test_neither_an_update_nor_a_slow_disk_holds_up_who_logs(
+    tmp_path, gate, background
+):
+    a_run = make_run(tmp_path, *AT_ONCE)
+    with a_run.open(resumed=False):
+        with a_run.learner.lock:  # As a long update does.
+            learn(a_run)
+            background(a_run.tick, {}).result(DEADLINE_S)
+            wait_until(lambda: steps_logged(a_run) == [50])
+        with a_run.learner.lock:
+            learn(a_run)
+        background(a_run.tick, {}).result(DEADLINE_S)
+        wait_until(lambda: steps_logged(a_run) == [50, 100])
+        assert saved(a_run) == []
+        gate.set()
+        wait_until(lambda: saved(a_run))
+        with a_run.learner.lock:
+            learn(a_run)
+    assert saved(a_run)[-1] == 150
+
+
+def test_what_logging_dies_of_ends_the_run(tmp_path):
+    a_run = make_run(tmp_path, *AT_ONCE)
+
+    def tick() -> bool:
+        a_run.tick({"no_such_column": 1})
+        return False
+
+    with pytest.raises(ValueError, match="no_such_column"), a_run.open(resumed=False):
+        learn(a_run)
+        wait_until(tick)
+    assert saved(a_run) == [50]
 
 
 # ------------------------------------------------------------------------- optimizers

@@ -657,7 +657,7 @@ def test_a_log_that_hangs_stops_neither_training_nor_checkpoints(start, tmp_path
 
 def stuck_learner_env():
     """Catch in a process whose learner thread hangs once there is a checkpoint."""
-    monobeast.LEARNER_JOIN_S = run.TICK_LOCK_S = run.END_LOCK_S = 0.1
+    monobeast.LEARNER_JOIN_S = run.LOCK_S = 0.1
     learn = monobeast.learn
 
     def hang_with_the_lock(flags, learner, *args):
