@@ -794,7 +794,7 @@ def compute_gradient(
             entropy_cost=flags.entropy_cost,
             reward_clipping=flags.reward_clipping,
         )
-        part.total.backward()
+        part.total_loss.backward()
         parts.append(part)
     return parts
 

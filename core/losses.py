@@ -19,14 +19,22 @@ PIECE_BYTES = 9 * 2**19  # Observations that the CPU learns from at once.
 
 
 class ImpalaLoss(NamedTuple):
-    """Scalars. Only `total` has a gradient."""
+    """Scalars, sums over T and B. Only `total_loss` has a gradient."""
 
-    total: torch.Tensor  # pg + baseline_cost * baseline + entropy_cost * entropy.
-    pg: torch.Tensor
-    baseline: torch.Tensor
-    entropy: torch.Tensor  # Minus the sum of the entropies.
-    mean_entropy: torch.Tensor  # Nats per transition.
-    mean_rho: torch.Tensor  # Clipped importance weight, mean over transitions.
+    total_loss: torch.Tensor  # pg_loss + baseline_loss + entropy_loss.
+    pg_loss: torch.Tensor
+    baseline_loss: torch.Tensor  # Times its cost.
+    entropy_loss: torch.Tensor  # Minus the entropy, times its cost.
+    entropy: torch.Tensor  # Nats, over all transitions.
+    rho: torch.Tensor  # Clipped importance weights, over all transitions.
+    # What else logs.csv shall have columns for, by `metrics.Field` or by name. Elements
+    # of a tensor are summed.
+    extra: dict[Any, torch.Tensor] = {}  # Shared, so never written to.
+
+    def scalars(self) -> dict[Any, torch.Tensor]:
+        """Return all of them by name, those in `extra`, too."""
+        own = self._asdict()
+        return {**own.pop("extra"), **own}
 
 
 def compute_policy_gradient_loss(
@@ -141,21 +149,19 @@ def impala_loss(
     )
 
     pg_loss = compute_policy_gradient_loss(logits, actions, pg_advantages)
-    baseline_loss = compute_baseline_loss(vs - values)
-    entropy_loss = compute_entropy_loss(logits, transitions)
-    total = pg_loss + baseline_cost * baseline_loss + entropy_cost * entropy_loss
-
-    num_transitions = transitions.sum().clamp(min=1)
+    baseline_loss = baseline_cost * compute_baseline_loss(vs - values)
+    negentropy = compute_entropy_loss(logits, transitions)
+    entropy_loss = entropy_cost * negentropy
     rhos = log_rhos.exp()
     if clip_rho_threshold is not None:
         rhos = rhos.clamp(max=clip_rho_threshold)
     return ImpalaLoss(
-        total=total,
-        pg=pg_loss.detach(),
-        baseline=baseline_loss.detach(),
-        entropy=entropy_loss.detach(),
-        mean_entropy=-entropy_loss.detach() / num_transitions,
-        mean_rho=rhos.sum() / num_transitions,
+        total_loss=pg_loss + baseline_loss + entropy_loss,
+        pg_loss=pg_loss.detach(),
+        baseline_loss=baseline_loss.detach(),
+        entropy_loss=entropy_loss.detach(),
+        entropy=-negentropy.detach(),
+        rho=rhos.sum(),
     )
 
 

@@ -100,19 +100,19 @@ FIELDS = (
     Field(
         "total_loss",
         "1",
-        "pg_loss + baseline_loss + entropy_loss, the latter two with their costs. Like "
-        "its parts a sum over T and B, and the mean of the updates since the last row",
+        "pg_loss + baseline_loss + entropy_loss. Like its parts a sum over T and B, "
+        "and the mean of the updates since the last row",
     ),
     Field("pg_loss", "1", "policy gradient loss"),
     Field(
         "baseline_loss",
         "1",
-        "half the squared error to the V-trace targets, before --baseline_cost",
+        "half the squared error to the V-trace targets, times --baseline_cost",
     ),
     Field(
         "entropy_loss",
         "1",
-        "minus the entropy, before --entropy_cost: higher means more decided",
+        "minus the entropy, times --entropy_cost: higher means more decided",
     ),
     Field(
         "entropy",
@@ -216,13 +216,13 @@ class Averages:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # Both guarded by the lock. A name stays when its values have been taken.
-        self._sums: dict[str, tuple[float, int]] = {}
+        self._sums: dict[Any, tuple[float, int]] = {}
         self._maxima: dict[str, float | None] = {}
 
-    def add(self, **values: Any) -> None:
-        """Count one value for each name; None and NaN are no values."""
+    def add(self, values: Mapping[Any, Any] = {}, /, **named: Any) -> None:
+        """Count one value for each name or `Field`; None and NaN are no values."""
         with self._lock:
-            for name, value in values.items():
+            for name, value in {**values, **named}.items():
                 total, count = self._sums.get(name, (0.0, 0))
                 if (number := _number(value)) is not None:
                     total, count = total + number, count + 1
@@ -236,10 +236,10 @@ class Averages:
                 if largest is None or (number is not None and number > largest):
                     self._maxima[name] = number
 
-    def pop(self) -> dict[str, float | None]:
+    def pop(self) -> dict[Any, float | None]:
         """Return the means and maxima since the last call, None where no value came."""
         with self._lock:
-            row: dict[str, float | None] = {
+            row: dict[Any, float | None] = {
                 name: total / count if count else None
                 for name, (total, count) in self._sums.items()
             }
@@ -509,9 +509,8 @@ class RunLog:
       wandb: log to Weights & Biases too; the folder's name is the run's id.
       config: the flags, for Weights & Biases.
 
-    If the columns have changed since the run was started (another version, other info
-    keys), the old rows are carried over by column name, and the old file is kept as
-    logs.<n>.csv.
+    Columns that a run has had stay when it resumes without them (another version, other
+    info keys). What a row has under another name becomes a column by itself.
 
     Raises:
       ConfigError: wandb is asked for but not installed.
@@ -540,15 +539,13 @@ class RunLog:
         self._wandb_run: Any = None
         self._config = dict(config or {})
 
-        fields = (*FIELDS, *map(info_field, info_keys))
-        self.columns = tuple(field.name for field in fields)
-        glossary = io.StringIO()
-        csv.writer(glossary, lineterminator="\n").writerows([Field._fields, *fields])
-        _write_atomically(run_dir / "fields.csv", glossary.getvalue())
-        _prepare_csv(run_dir / "logs.csv", self.columns, resume_step)
-        self._csv = _LogFile(run_dir / "logs.csv")
+        fields = {field.name: field for field in (*FIELDS, *map(info_field, info_keys))}
+        if resume_step is not None:
+            fields = {**fields, **_read_glossary(run_dir), **fields}
+        self._fields: dict[str, Field] = {}
+        self._refused: set[str] = set()  # Columns that the disk has not taken.
+        self._csv = self._open_csv(fields, resume_step)
         self._events = _EventFile(run_dir / "tensorboard", resume_step=resume_step)
-        self._files = (self._csv, self._events.file)
         self._out_logs = [
             handler.file
             for handler in logging.getLogger().handlers
@@ -561,21 +558,64 @@ class RunLog:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def log(self, row: Mapping[str, float | int | None]) -> None:
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self._fields)
+
+    @property
+    def _files(self) -> tuple[_LogFile, _LogFile]:
+        return self._csv, self._events.file
+
+    def _open_csv(
+        self, fields: Mapping[str, Field], resume_step: float | None
+    ) -> _LogFile:
+        """Write fields.csv and the header of logs.csv; open logs.csv."""
+        glossary = io.StringIO()
+        lines = [Field._fields, *fields.values()]
+        csv.writer(glossary, lineterminator="\n").writerows(lines)
+        _write_atomically(self._run_dir / "fields.csv", glossary.getvalue())
+        _prepare_csv(self._run_dir / "logs.csv", tuple(fields), resume_step)
+        file = _LogFile(self._run_dir / "logs.csv")
+        self._fields = dict(fields)
+        return file
+
+    def _add_columns(self, fields: Mapping[str, Field]) -> None:
+        """Give logs.csv more columns.
+
+        If the disk does not allow that, their values are only in TensorBoard.
+        """
+        if self._csv.error:
+            return  # Rows wait in memory. The next row tries again.
+        old = self._csv
+        try:
+            self._csv = self._open_csv({**self._fields, **fields}, math.inf)
+        except OSError as error:
+            self._refused |= fields.keys()
+            log.warning("logs.csv has no column %s: %s", ", ".join(fields), error)
+        else:
+            old.close()
+
+    def log(self, row: Mapping[Any, float | int | None]) -> None:
         """Write one row. What is missing, None or NaN becomes a blank cell.
 
-        Raises:
-          ValueError: a key is no column.
+        Args:
+          row: by names of columns, or by a `Field` that says what a column of one's own
+            means. Names that are new become columns.
         """
-        if unknown := row.keys() - set(self.columns):
-            raise ValueError(
-                f"no such column of logs.csv: {', '.join(sorted(unknown))}. Add it to "
-                "FIELDS in core/metrics.py, with unit and meaning."
-            )
+        new: dict[str, Field] = {}
+        values: dict[str, float | int] = {}
+        for key, value in row.items():
+            field = key if isinstance(key, Field) else Field(key, "-", "-")
+            name = re.sub('[\n\r",]', " ", field.name)
+            if name not in self._fields and name not in self._refused:
+                new[name] = field._replace(name=name)
+            if (number := _cell(value)) is not None:
+                values[name] = number
+        if new:
+            self._add_columns(new)
         for file in (*self._files, *self._out_logs):
             file.start()
-        values = {key: n for key in row if (n := _cell(row[key])) is not None}
-        cells = (_format(values.get(column)) for column in self.columns)
+        cells = (_format(values.get(column)) for column in self._fields)
         self._csv.write((",".join(cells) + "\n").encode())
         step = int(values["step"])
         self._events.add(step, values)
@@ -643,7 +683,16 @@ def _format(value: float | int | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.8g}"
 
 
-def _prepare_csv(path: Path, columns: Sequence[str], resume_step: int | None) -> None:
+def _read_glossary(run_dir: Path) -> dict[str, Field]:
+    """Return the columns that fields.csv names; none if it is not there or damaged."""
+    try:
+        with open(run_dir / "fields.csv", encoding="utf-8", newline="") as file:
+            return {row["name"]: Field(**row) for row in csv.DictReader(file)}
+    except (OSError, ValueError, TypeError, KeyError, csv.Error):
+        return {}
+
+
+def _prepare_csv(path: Path, columns: Sequence[str], resume_step: float | None) -> None:
     """Leave in logs.csv a header and the rows up to `resume_step`, nothing torn."""
     old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     header, *lines = old.split("\n")[:-1] or [""]  # What follows the last \n is torn.
@@ -660,7 +709,7 @@ def _prepare_csv(path: Path, columns: Sequence[str], resume_step: int | None) ->
     new = "\n".join(keep) + "\n"
     if new == old:
         return
-    if lines and (resume_step is None or old_columns != list(columns)):
+    if lines and (resume_step is None or not {*old_columns} <= {*columns}):
         kept = next(
             kept
             for n in range(1, 10_000)

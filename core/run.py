@@ -159,52 +159,44 @@ class Learner:
         norm = nn.utils.clip_grad_norm_(
             self.net.parameters(), flags.grad_norm_clipping or float("inf")
         )
-        # Everything the host wants to know, in one read: it waits for the device.
-        table = torch.stack([torch.stack([x.detach() for x in part]) for part in parts])
-        *sums, grad_norm = torch.cat([table.sum(0), norm.view(1)]).tolist()
-        loss = ImpalaLoss(*sums)  # Of the whole batch, as numbers.
-        lag = self.updates - batch["policy_version"][1:]
-        if math.isfinite(loss.total) and math.isfinite(grad_norm):
+        sums = _sum_up(parts, norm)
+        loss, grad_norm = sums["total_loss"], sums["grad_norm"]
+        # What starts at a truncated row is no transition (the table in core.rollouts).
+        num_steps = int(np.count_nonzero(~batch["truncated"][:-1]))
+        num_rows = batch["done"][1:].size
+        self._record(sums, num_steps, batch)
+        self.step += num_steps
+        if math.isfinite(loss) and math.isfinite(grad_norm):
             for optimizer in self.optimizers:
                 optimizer.step()
             self.updates += 1
             self.skipped_in_a_row = 0
-            self.rows["learned"] += lag.size
+            self.rows["learned"] += num_rows
         else:
             self.skipped += 1
             self.skipped_in_a_row += 1
-            self.rows["unused"] += lag.size
-        # What starts at a truncated row is no transition (the table in core.rollouts).
-        self.step += int(np.count_nonzero(~batch["truncated"][:-1]))
-        self._record(loss, len(parts), grad_norm, batch)
-        self.averages.add(policy_lag_mean=lag.mean())
-        self.averages.add_max(policy_lag_max=lag.max())
+            self.rows["unused"] += num_rows
         if self.skipped_in_a_row >= MAX_BAD_UPDATES:
             self.failed = True
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} updates in a row had a loss "
-                f"({loss.total}) or gradient norm ({grad_norm}) that is "
+                f"({loss}) or gradient norm ({grad_norm}) that is "
                 f"not finite; {_describe_not_finite(batch)} The weights are as they "
                 "were before. Lower --learning_rate, or check the environment's "
                 "observations."
             )
 
-    def _record(
-        self, loss: ImpalaLoss, num_parts: int, grad_norm: float, batch: Nest
-    ) -> None:
+    def _record(self, sums: dict[Any, float], num_steps: int, batch: Nest) -> None:
         rows = map_nest(lambda x: x[1:], batch)  # Row 0 was another rollout's last.
         self.episodes.add_episodes(rows["episode_return"][rows["done"]])
         info = rows["info"]
         ended = ~np.isnan(info["game_return"])
         self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
+        lag = self.updates - rows["policy_version"]
+        self.averages.add_max(policy_lag_max=lag.max())
+        rho, entropy = (sums.pop(key) / max(num_steps, 1) for key in ("rho", "entropy"))
         self.averages.add(
-            total_loss=loss.total,
-            pg_loss=loss.pg,
-            baseline_loss=loss.baseline,
-            entropy_loss=loss.entropy,
-            entropy=loss.mean_entropy / num_parts,
-            mean_rho=loss.mean_rho / num_parts,
-            grad_norm=grad_norm,
+            sums, mean_rho=rho, entropy=entropy, policy_lag_mean=lag.mean()
         )
         for key in self._flags.info_keys:
             values = info[key][np.isfinite(info[key])]
@@ -275,6 +267,21 @@ def naming_memory(batch: Nest, net: nn.Module) -> Iterator[None]:
             f"on the way the rest; {available_memory() / 2**20:,.1f} MiB of the "
             "machine's memory are left. Lower --batch_size or --unroll_length."
         ) from error
+
+
+def _sum_up(parts: Sequence[ImpalaLoss], norm: torch.Tensor) -> dict[Any, float]:
+    """Return the sums of the parts' scalars, and grad_norm, as numbers.
+
+    All in one read: it waits for the device.
+    """
+    sums: dict[Any, torch.Tensor] = {}
+    for part in parts:
+        for key, x in part.scalars().items():
+            x = torch.as_tensor(x).detach().to(norm)
+            x = x.sum() if x.ndim else x
+            sums[key] = sums[key] + x if key in sums else x
+    sums["grad_norm"] = norm
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist()))
 
 
 def _describe_not_finite(batch: Nest) -> str:

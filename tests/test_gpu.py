@@ -224,7 +224,7 @@ def test_until_the_optimizer_an_update_looks_at_no_tensor(model):
         parts = learner.gradient(rows, ())
         assert all(p.grad is not None for p in learner.net.parameters())
         with pytest.raises(DataDependentOutputException):
-            parts[0].total.item()
+            parts[0].total_loss.item()
 
 
 @needs_gpu

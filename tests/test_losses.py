@@ -211,17 +211,18 @@ def test_losses_are_those_of_one_transition_at_a_time(seed):
     outputs, batch = random_rows(seed)
     loss = losses.impala_loss(outputs, batch, **OPTIONS)
     (pg, baseline, entropy), _ = slow_loss(outputs, batch)
-    assert loss.pg.item() == pytest.approx(pg)
-    assert loss.baseline.item() == pytest.approx(baseline)
-    assert loss.entropy.item() == pytest.approx(entropy)
-    assert loss.total.item() == pytest.approx(pg + 0.5 * baseline + 0.01 * entropy)
+    assert loss.pg_loss.item() == pytest.approx(pg)
+    assert loss.baseline_loss.item() == pytest.approx(0.5 * baseline)
+    assert loss.entropy_loss.item() == pytest.approx(0.01 * entropy)
+    assert loss.entropy.item() == pytest.approx(-entropy)
+    assert loss.total_loss.item() == pytest.approx(pg + 0.5 * baseline + 0.01 * entropy)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gradients_are_those_worked_out_by_hand(seed):
     outputs, batch = random_rows(seed)
     loss = losses.impala_loss(outputs, batch, **OPTIONS)
-    logits_grad, values_grad = gradients(loss.total, outputs)
+    logits_grad, values_grad = gradients(loss.total_loss, outputs)
     _, (pg, baseline, entropy) = slow_loss(outputs, batch)
     assert_same(logits_grad, torch.tensor(pg + 0.01 * entropy))
     assert_same(values_grad, torch.tensor(0.5 * baseline))
@@ -230,7 +231,7 @@ def test_gradients_are_those_worked_out_by_hand(seed):
 def test_float32_of_production_agrees_with_float64():
     loss64 = losses.impala_loss(*random_rows(), **OPTIONS)
     loss32 = losses.impala_loss(*random_rows(dtype=torch.float32), **OPTIONS)
-    for name, x in loss32._asdict().items():
+    for name, x in loss32.scalars().items():
         assert x.dtype == torch.float32, name
         expected = getattr(loss64, name).item()
         assert x.item() == pytest.approx(expected, rel=1e-4), name
@@ -242,22 +243,22 @@ def test_float32_of_production_agrees_with_float64():
 @pytest.mark.parametrize("key", ["reward", "done", "action", "policy_logits"])
 def test_what_led_to_row_0_has_no_say(key):
     outputs, batch = random_rows()
-    expected = losses.impala_loss(outputs, batch, **OPTIONS).total
+    expected = losses.impala_loss(outputs, batch, **OPTIONS).total_loss
     x = batch[key]
     x[0] = ~x[0] if key == "done" else 3 - x[0]
     if key == "action":
         x[0] %= A
-    assert losses.impala_loss(outputs, batch, **OPTIONS).total == expected
+    assert losses.impala_loss(outputs, batch, **OPTIONS).total_loss == expected
 
 
 def test_the_last_row_of_the_learner_only_bootstraps():
     outputs, batch = plain_rows()
     loss = losses.impala_loss(outputs, batch, **OPTIONS)
-    for gradient in gradients(loss.total, outputs):
+    for gradient in gradients(loss.total_loss, outputs):
         assert not gradient[-1].any()
         assert gradient[:-1].all()
     outputs["baseline"].data[-1] += 1.0
-    assert losses.impala_loss(outputs, batch, **OPTIONS).total != loss.total
+    assert losses.impala_loss(outputs, batch, **OPTIONS).total_loss != loss.total_loss
 
 
 def test_the_last_row_of_the_batch_holds_the_last_transition():
@@ -275,9 +276,9 @@ def test_the_last_row_of_the_batch_holds_the_last_transition():
         "policy_logits": torch.zeros(2, 1, A),
     }
     loss = losses.impala_loss(outputs, batch, **OPTIONS)
-    assert loss.pg.item() == pytest.approx(math.log(A))
-    assert loss.baseline.item() == 0.5
-    logits_grad, _ = gradients(loss.total, outputs)
+    assert loss.pg_loss.item() == pytest.approx(math.log(A))
+    assert loss.baseline_loss.item() == 0.5 * 0.5
+    logits_grad, _ = gradients(loss.total_loss, outputs)
     assert (logits_grad[0, 0] < 0).nonzero().tolist() == [[2]]
 
 
@@ -317,14 +318,14 @@ def test_episodes_count_as_much_as_separate_trajectories(seed):
             # A trajectory of its own is not marked: it just stops, with its bootstrap.
             part["truncated"] = torch.zeros_like(part["truncated"])
             loss = losses.impala_loss(cut(outputs, rows, b), part, **OPTIONS)
-            total = total + loss.total
+            total = total + loss.total_loss
             apart.append(loss)
 
-    assert_same(whole.total, total)
-    for name in ("pg", "baseline", "entropy"):
+    assert_same(whole.total_loss, total)
+    for name in whole.scalars():
         assert_same(getattr(whole, name), sum(getattr(loss, name) for loss in apart))
     for one, other in zip(
-        gradients(whole.total, outputs), gradients(total, outputs), strict=True
+        gradients(whole.total_loss, outputs), gradients(total, outputs), strict=True
     ):
         assert_same(one, other)
 
@@ -336,8 +337,8 @@ def test_a_truncated_episode_bootstraps_from_its_final_observation():
     loss = losses.impala_loss(outputs, batch, **OPTIONS)
     outputs["baseline"].data[3] += 1.0
     with_other_value = losses.impala_loss(outputs, batch, **OPTIONS)
-    assert with_other_value.pg != loss.pg
-    assert with_other_value.baseline != loss.baseline
+    assert with_other_value.pg_loss != loss.pg_loss
+    assert with_other_value.baseline_loss != loss.baseline_loss
 
 
 def test_a_terminated_episode_bootstraps_from_nothing():
@@ -347,7 +348,7 @@ def test_a_terminated_episode_bootstraps_from_nothing():
     batch["done"][3] = True
     loss = losses.impala_loss(outputs, batch, **OPTIONS)
     outputs["baseline"].data[3] += 17.0
-    assert losses.impala_loss(outputs, batch, **OPTIONS).total == loss.total
+    assert losses.impala_loss(outputs, batch, **OPTIONS).total_loss == loss.total_loss
 
 
 def test_what_starts_at_a_truncated_row_is_no_transition():
@@ -355,32 +356,30 @@ def test_what_starts_at_a_truncated_row_is_no_transition():
     batch["truncated"][2] = True
     batch["done"][3] = True
     loss = losses.impala_loss(outputs, batch, **OPTIONS)
-    for gradient in gradients(loss.total, outputs):
+    for gradient in gradients(loss.total_loss, outputs):
         assert not gradient[2].any()
     # Whatever was recorded of the step that was never executed.
     batch["action"][3] = (batch["action"][3] + 1) % A
     batch["policy_logits"][3] = -batch["policy_logits"][3]
     batch["reward"][3] = 17.0
     outputs["policy_logits"].data[2] *= -1.0
-    assert losses.impala_loss(outputs, batch, **OPTIONS).total == loss.total
+    assert losses.impala_loss(outputs, batch, **OPTIONS).total_loss == loss.total_loss
 
 
 def test_a_truncated_last_row_bootstraps_like_any_other():
     outputs, batch = plain_rows()
     expected = losses.impala_loss(outputs, batch, **OPTIONS)
     batch["truncated"][-1] = True
-    for one, other in zip(
-        losses.impala_loss(outputs, batch, **OPTIONS), expected, strict=True
-    ):
-        assert torch.equal(one, other)
+    for name, x in losses.impala_loss(outputs, batch, **OPTIONS).scalars().items():
+        assert torch.equal(x, getattr(expected, name)), name
 
 
 def test_a_batch_without_transitions_has_loss_zero_and_no_nan():
     outputs, batch = random_rows(dtype=torch.float32)
     batch["truncated"].fill_(True)
     loss = losses.impala_loss(outputs, batch, **OPTIONS)
-    assert [x.item() for x in loss] == [0.0] * len(loss)
-    for gradient in gradients(loss.total, outputs):
+    assert not any(x.item() for x in loss.scalars().values())
+    for gradient in gradients(loss.total_loss, outputs):
         assert not gradient.any()
 
 
@@ -396,10 +395,12 @@ def test_permuting_the_batch_permutes_the_gradients():
         {key: x[:, order] for key, x in batch.items()},
         **OPTIONS,
     )
-    assert_same(permuted.total, loss.total)
+    assert_same(permuted.total_loss, loss.total_loss)
     # With regard to the unpermuted leaves, so the same order again.
     for one, other in zip(
-        gradients(permuted.total, outputs), gradients(loss.total, outputs), strict=True
+        gradients(permuted.total_loss, outputs),
+        gradients(loss.total_loss, outputs),
+        strict=True,
     ):
         assert_same(one, other)
 
@@ -414,7 +415,7 @@ def test_the_loss_is_the_sum_over_columns():
         for b in range(B)
     ]
     whole = losses.impala_loss(outputs, batch, **OPTIONS)
-    for name in ("total", "pg", "baseline", "entropy"):
+    for name in whole.scalars():
         assert_same(getattr(whole, name), sum(getattr(loss, name) for loss in columns))
 
 
@@ -428,10 +429,12 @@ def test_padding_columns_change_nothing():
         {key: torch.cat([x, pad_batch[key]], 1) for key, x in batch.items()},
         **OPTIONS,
     )
-    for name, x in padded._asdict().items():
+    for name, x in padded.scalars().items():
         assert_same(x, getattr(loss, name))
     for one, other in zip(
-        gradients(padded.total, outputs), gradients(loss.total, outputs), strict=True
+        gradients(padded.total_loss, outputs),
+        gradients(loss.total_loss, outputs),
+        strict=True,
     ):
         assert_same(one, other)
 
@@ -447,16 +450,20 @@ def test_a_truncated_row_before_the_first_changes_nothing():
         {key: torch.cat([pad_batch[key][:1], x]) for key, x in batch.items()},
         **OPTIONS,
     )
-    for name, x in padded._asdict().items():
+    for name, x in padded.scalars().items():
         assert_same(x, getattr(loss, name))
 
 
-def test_costs_scale_their_parts():
+def test_costs_scale_their_parts_which_add_up_to_the_total():
     outputs, batch = random_rows()
-    loss = losses.impala_loss(
-        outputs, batch, **OPTIONS | {"baseline_cost": 3.0, "entropy_cost": 5.0}
-    )
-    assert_same(loss.total.detach(), loss.pg + 3.0 * loss.baseline + 5.0 * loss.entropy)
+    loss = losses.impala_loss(outputs, batch, **OPTIONS)
+    costs = {"baseline_cost": 1.5, "entropy_cost": 0.05}
+    other = losses.impala_loss(outputs, batch, **OPTIONS | costs)
+    assert_same(other.baseline_loss, 3.0 * loss.baseline_loss)
+    assert_same(other.entropy_loss, 5.0 * loss.entropy_loss)
+    for x in (loss, other):
+        parts = x.pg_loss + x.baseline_loss + x.entropy_loss
+        assert_same(x.total_loss.detach(), parts)
 
 
 def test_scaling_rewards_and_values_scales_the_losses():
@@ -467,9 +474,9 @@ def test_scaling_rewards_and_values_scales_the_losses():
         batch | {"reward": 3.0 * batch["reward"]},
         **OPTIONS,
     )
-    assert_same(scaled.pg, 3.0 * loss.pg)
-    assert_same(scaled.baseline, 9.0 * loss.baseline)
-    assert_same(scaled.entropy, loss.entropy)
+    assert_same(scaled.pg_loss, 3.0 * loss.pg_loss)
+    assert_same(scaled.baseline_loss, 9.0 * loss.baseline_loss)
+    assert_same(scaled.entropy_loss, loss.entropy_loss)
 
 
 def test_shifting_all_logits_of_a_row_changes_nothing():
@@ -480,7 +487,7 @@ def test_shifting_all_logits_of_a_row_changes_nothing():
         batch | {"policy_logits": batch["policy_logits"] - 13.0},
         **OPTIONS,
     )
-    assert_same(shifted.total, loss.total)
+    assert_same(shifted.total_loss, loss.total_loss)
 
 
 # ------------------------------------------------------------------ options and refusal
@@ -492,8 +499,13 @@ def test_abs_one_clamps_rewards():
     clamped = batch | {"reward": batch["reward"].clamp(-1, 1)}
     options = OPTIONS | {"reward_clipping": "abs_one"}
     clipping = losses.impala_loss(outputs, batch, **options)
-    assert clipping.total == losses.impala_loss(outputs, clamped, **OPTIONS).total
-    assert clipping.total != losses.impala_loss(outputs, batch, **OPTIONS).total
+    assert (
+        clipping.total_loss
+        == losses.impala_loss(outputs, clamped, **OPTIONS).total_loss
+    )
+    assert (
+        clipping.total_loss != losses.impala_loss(outputs, batch, **OPTIONS).total_loss
+    )
 
 
 @pytest.mark.parametrize(
@@ -527,19 +539,19 @@ def test_each_option_of_vtrace_reaches_it(option, monkeypatch):
     ]
 
 
-def test_mean_entropy_and_mean_rho_count_transitions_only():
+def test_entropy_and_rho_count_transitions_only():
     outputs, batch = plain_rows()
     outputs["policy_logits"].data.zero_()
     batch["policy_logits"].zero_()  # On policy, so every weight is 1.
     batch["truncated"][2, 1] = True
     batch["done"][3, 1] = True
     loss = losses.impala_loss(outputs, batch, **OPTIONS)
-    assert loss.mean_entropy.item() == pytest.approx(math.log(A))
-    assert loss.mean_rho.item() == pytest.approx(1.0)
+    assert loss.entropy.item() == pytest.approx((T * B - 1) * math.log(A))
+    assert loss.rho.item() == pytest.approx(T * B - 1)
 
 
-@pytest.mark.parametrize("threshold, mean", [(1.0, 0.75), (0.0, 0.0), (None, 1.5)])
-def test_mean_rho_is_the_mean_of_the_clipped_weight(threshold, mean):
+@pytest.mark.parametrize("threshold, total", [(1.0, 1.5), (0.0, 0.0), (None, 3.0)])
+def test_rho_is_the_sum_of_the_clipped_weights(threshold, total):
 
     outputs = {"policy_logits": torch.zeros(3, 1, 2), "baseline": torch.zeros(3, 1)}
     mu = torch.tensor([[[0.5, 0.5]], [[1 / 5, 4 / 5]], [[1.0, 1e-9]]])
@@ -551,7 +563,7 @@ def test_mean_rho_is_the_mean_of_the_clipped_weight(threshold, mean):
         "policy_logits": mu.log(),
     }
     loss = losses.impala_loss(outputs, batch, **OPTIONS, clip_rho_threshold=threshold)
-    assert loss.mean_rho.item() == pytest.approx(mean)
+    assert loss.rho.item() == pytest.approx(total)
 
 
 def test_a_batch_is_cut_into_contiguous_groups_of_columns(monkeypatch):
@@ -585,12 +597,13 @@ def test_an_update_of_a_large_batch_with_unclipped_rewards_is_done(
     monkeypatch.setattr(losses, "PIECE_BYTES", rows["observation"].nbytes - 1)
     parts = learner.gradient(rows, state)
     assert len(parts) == 2
-    torch.testing.assert_close(sum(part.total for part in parts), whole.total)
+    torch.testing.assert_close(sum(part.total_loss for part in parts), whole.total_loss)
 
 
 def test_only_the_total_has_a_gradient():
     loss = losses.impala_loss(*random_rows(), **OPTIONS)
-    assert [name for name, x in loss._asdict().items() if x.requires_grad] == ["total"]
+    with_gradient = {name for name, x in loss.scalars().items() if x.requires_grad}
+    assert with_gradient == {"total_loss"}
 
 
 def test_the_batch_is_left_as_it_was():
@@ -667,9 +680,11 @@ def test_the_gpu_agrees_with_the_cpu():
         {key: x.cuda() for key, x in batch.items()},
         **OPTIONS,
     )
-    for name, x in on_gpu._asdict().items():
+    for name, x in on_gpu.scalars().items():
         assert_same(x.cpu(), getattr(loss, name))
     for one, other in zip(
-        gradients(on_gpu.total, outputs), gradients(loss.total, outputs), strict=True
+        gradients(on_gpu.total_loss, outputs),
+        gradients(loss.total_loss, outputs),
+        strict=True,
     ):
         assert_same(one, other)

@@ -187,11 +187,35 @@ def test_a_row_is_in_the_file_before_the_log_is_closed(tmp_path):
     run_log.close()
 
 
-def test_a_key_without_a_column_is_refused_by_name(tmp_path):
+NOVELTY = metrics.Field("novelty_loss", "1", "error of the predictor")
+
+
+def test_a_name_that_is_no_column_becomes_one(tmp_path):
     with metrics.RunLog(tmp_path) as run_log:
-        with pytest.raises(ValueError, match="mean_rhoo.*FIELDS in core/metrics.py"):
-            run_log.log({"step": 1, "mean_rhoo": 1.0})
-    assert steps_of(tmp_path) == []
+        run_log.log({"step": 1})
+        run_log.log({"step": 2, NOVELTY: 0.5, 'a,"b"\n': 7})
+        run_log.log({"step": 3, NOVELTY: 0.25})
+    rows = read_rows(tmp_path / "logs.csv")
+    assert [*rows[0]] == [*COLUMNS, "novelty_loss", "a  b  "]
+    assert [r["step"] for r in rows] == ["1", "2", "3"]
+    assert [r["novelty_loss"] for r in rows] == ["", "0.5", "0.25"]
+    assert [r["a  b  "] for r in rows] == ["", "7", ""]
+    *_, described, other = read_rows(tmp_path / "fields.csv")
+    assert metrics.Field(**described) == NOVELTY
+    assert other == {"name": "a  b  ", "unit": "-", "meaning": "-"}
+    assert not list(tmp_path.glob("logs.*.csv"))  # Nothing is lost, so no old file.
+
+
+def test_a_disk_that_takes_no_new_column_stops_nothing(tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    with metrics.RunLog(tmp_path) as run_log:
+        monkeypatch.setattr(metrics, "_prepare_csv", fail)
+        for step in (1, 2):
+            run_log.log({"step": step, NOVELTY: 0.5})
+    assert steps_of(tmp_path) == [1, 2]
+    assert caplog.text.count("no column novelty_loss: [Errno 28]") == 1
 
 
 @pytest.mark.parametrize("keys", [("a", "a"), ("a,b",), ('"',), ("a\nb",)])
@@ -243,16 +267,25 @@ def test_damaged_rows_in_the_middle_are_left_out_and_said(tmp_path, caplog):
     assert "left out 1 damaged rows" in caplog.text
 
 
-def test_columns_that_changed_keep_the_old_rows_and_the_old_file(tmp_path):
+def test_columns_that_a_run_has_had_stay_when_it_resumes_with_others(tmp_path):
     with metrics.RunLog(tmp_path, info_keys=("lives", "old")) as run_log:
-        run_log.log({"step": 10, "info_lives": 3, "info_old": 5})
-    old = (tmp_path / "logs.csv").read_bytes()
+        run_log.log({"step": 10, "info_lives": 3, "info_old": 5, NOVELTY: 0.5})
     with metrics.RunLog(tmp_path, info_keys=("new", "lives"), resume_step=10) as log:
         log.log({"step": 20, "info_new": 7})
     rows = read_rows(tmp_path / "logs.csv")
-    cells = [(r["step"], r["info_new"], r["info_lives"]) for r in rows]
-    assert cells == [("10", "", "3"), ("20", "7", "")]
-    assert (tmp_path / "logs.1.csv").read_bytes() == old
+    names = ("step", "info_new", "info_lives", "info_old", "novelty_loss")
+    cells = [tuple(r[name] for name in names) for r in rows]
+    assert cells == [("10", "", "3", "5", "0.5"), ("20", "7", "", "", "")]
+    assert metrics.Field(**read_rows(tmp_path / "fields.csv")[-1]) == NOVELTY
+
+
+@pytest.mark.parametrize("text", ["", "name,unit\n1,2\n", "\0\xff", 'a,b,c\n"d'])
+def test_a_damaged_glossary_is_written_anew(tmp_path, text):
+    write_rows(tmp_path, [10])
+    (tmp_path / "fields.csv").write_text(text)
+    write_rows(tmp_path, [20], resume_step=10)
+    assert steps_of(tmp_path) == [10, 20]
+    assert [row["name"] for row in read_rows(tmp_path / "fields.csv")] == COLUMNS
 
 
 def test_a_run_from_scratch_in_a_used_folder_keeps_the_old_rows_aside(tmp_path):

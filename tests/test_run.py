@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """core.run: a new run with the weights of another, whoever wrote them."""
 
+import csv
 import functools
 import re
 import shutil
@@ -14,10 +15,10 @@ import pytest
 import torch
 
 import monobeast
-from core import checkpoint, run
+from core import checkpoint, losses, metrics, run
 from core.checkpoint import CheckpointError
 from core.dry_run import zero_rows
-from core.spaces import map_nest
+from core.spaces import Nest, map_nest
 from core.supervise import ConfigError
 from core.toys import Catch
 from tests.conftest import DEADLINE_S, wait_until
@@ -185,9 +186,9 @@ def create_two_optimizers(flags, spaces) -> run.Learner:
     return run.Learner(net, [rmsprop, adam], gradient, flags)
 
 
-def learn(a_run: run.Run, *, spoil: str | None = None) -> None:
-    """Do an update of 50 steps."""
-    learner, B = a_run.learner, 5
+def random_rows() -> Nest:
+    """Return Catch's rows of 50 steps."""
+    B = 5
     space = Catch().observation_space
     rows = zero_rows(space, gym.spaces.Discrete(3), 11, B)
     rows["observation"] = torch.randn(rows["observation"].shape)
@@ -199,6 +200,12 @@ def learn(a_run: run.Run, *, spoil: str | None = None) -> None:
         "episode_return": rows["reward"],
         "info": {key: rows["reward"] * np.nan for key in ("game_return", "game_step")},
     }
+    return rows
+
+
+def learn(a_run: run.Run, *, spoil: str | None = None) -> None:
+    """Do an update of 50 steps."""
+    learner, rows = a_run.learner, random_rows()
     parts = learner.gradient(rows, ())
     if spoil is not None:
         learner.net.get_parameter(spoil).grad[0] = np.inf
@@ -318,6 +325,42 @@ def test_a_groups_own_options_are_those_of_the_present_code(
     assert (first["eps"], second["eps"]) == (0.1, 0.5)
     assert "group 0: eps was 0.01 and is now 0.1" in caplog.text
     assert "group 1: eps was" not in caplog.text
+
+
+# ------------------------------------------------------------------- a fork's columns
+
+
+def test_what_a_fork_adds_to_the_loss_becomes_a_column(tmp_path, monkeypatch):
+    """Of groups of columns the sum; from [T, B], with a gradient, on its way."""
+    a_run = make_run(tmp_path)
+    gradient = a_run.learner.gradient
+    novelty = metrics.Field("novelty_loss", "1", "error of the predictor")
+
+    def with_novelty(rows, state):
+        for part in gradient(rows, state):
+            error = torch.ones(rows["done"].shape, requires_grad=True)
+            yield part._replace(extra={novelty: error, "my_count": 3})
+
+    a_run.learner.gradient = lambda *args: list(with_novelty(*args))
+    monkeypatch.setattr(losses, "PIECE_BYTES", 5000)  # A row of Catch has 200 bytes.
+    with a_run.open(resumed=False):
+        learn(a_run)
+        a_run.log({"my_gauge": 7})
+    with open(tmp_path / "x" / "logs.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    n = len(list(gradient(random_rows(), ())))
+    assert n > 1
+    for name, expected in (("novelty_loss", 55 * n), ("my_count", 3 * n)):
+        assert float(row[name]) == expected
+    assert row["my_gauge"] == "7"
+    total, *parts = (
+        float(row[f"{name}_loss"]) for name in ("total", "pg", "baseline", "entropy")
+    )
+    assert total == pytest.approx(sum(parts), rel=1e-5)
+    assert 0 < float(row["entropy"]) <= np.log(3) and 0 < float(row["mean_rho"]) <= 1
+    assert "novelty_loss,1,error of the predictor" in (
+        (tmp_path / "x" / "fields.csv").read_text()
+    )
 
 
 # -------------------------------------------------------------- a stranger's checkpoint
