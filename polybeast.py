@@ -1057,7 +1057,7 @@ def train_with(
             return Exit.DONE
         # Environments of this start must not replay the games of the starts before it.
         first_incarnation = len(recorded.get("starts", [])) << 16
-        run_id = metrics.run_id(recorded)
+        run_id = metrics.run_id(recorded, run_dir)
         metrics.write_meta(
             run_dir,
             flags=vars(flags),

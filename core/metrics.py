@@ -1147,13 +1147,17 @@ def write_meta(
     _write_atomically(run_dir / "meta.json", text + "\n")
 
 
-def run_id(recorded: Mapping[str, Any]) -> str:
+def run_id(recorded: Mapping[str, Any], run_dir: Path) -> str:
     """Return the random name of a run, recorded in its meta.json or new.
 
     Environment servers tell a run that comes back by it from another one of the same
-    name, which may be anybody's.
+    name, which may be anybody's. It ends in the number of the run's folder, because a
+    copy of the folder is another run: two learners of one name would take the servers'
+    places from each other for ever.
     """
-    return recorded.get("run_id") or secrets.token_hex(8)
+    folder = f"-{run_dir.stat().st_ino:x}"
+    known = recorded.get("run_id", "")
+    return known if known.endswith(folder) else secrets.token_hex(8) + folder
 
 
 def read_meta(run_dir: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pty
 import random
 import re
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -1174,3 +1175,16 @@ def test_the_same_process_may_prepare_its_run_again(tmp_path):
     assert metrics.prepare_run_dir(tmp_path, "run").name == "run"
     other = run_child("metrics.prepare_run_dir(Path(sys.argv[1]), 'run')", tmp_path)
     assert "RunDirBusy" in other.stderr
+
+
+def test_a_copy_of_a_runs_folder_is_another_run(tmp_path):
+    (tmp_path / "x").mkdir()
+    run_id = metrics.run_id({}, tmp_path / "x")
+    recorded = {"run_id": run_id}
+    assert metrics.run_id(recorded, tmp_path / "x") == run_id
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    (tmp_path / "x").rename(tmp_path / "z")
+    assert metrics.run_id(recorded, tmp_path / "z") == run_id
+    copied = metrics.run_id(recorded, tmp_path / "y")
+    assert copied != run_id
+    assert metrics.run_id({"run_id": copied}, tmp_path / "y") == copied
