@@ -572,17 +572,12 @@ class Actor:
         Args:
           fetch: brings the newest weights into `net` and returns their version.
           clock: [1] float64, written here: since when (`time.monotonic`) the present
-            step lasts, or the making of an environment; 0 in between. In shared
-            memory, the parent watches it.
+            call into an environment lasts, or the choice of actions; 0 while no
+            buffer is being filled. In shared memory, the parent watches it.
         """
         E = flags.envs_per_actor
-
-        def create() -> Any:
-            clock[0] = time.monotonic()
-            return create_env(flags)
-
         self.envs = environment.Environments(
-            create,
+            lambda: create_env(flags),
             E,
             seed=flags.seed,
             first_env_id=actor_id * E,
@@ -590,6 +585,7 @@ class Actor:
             info_keys=flags.info_keys,
             seed_every_game=flags.serial,
             recycle_games=flags.recycle_games,
+            clock=clock,
         )
         self.net = net
         self.state = net.initial_state(E)
@@ -764,7 +760,7 @@ class Actors:
     a pipe of its own and holds up to two buffers: the one it fills and its next. There
     is no lock that an actor could die with. A dead actor's finished rollouts count, its
     torn one does not: the buffer becomes free again and the process is replaced. One
-    whose step takes more than --env_step_timeout_s is killed.
+    whose environment takes more than --env_step_timeout_s is killed.
 
     `poll`, `start` and `close` belong to the main thread (Linux ends a child together
     with the thread that started it); `take` and `give_back` to learner threads.
@@ -905,7 +901,7 @@ class Actors:
         self.start()
 
     def _check_progress(self, slot: ActorSlot) -> None:
-        """Kill an actor in which a step takes too long."""
+        """Kill an actor whose environment takes too long."""
         if slot.process is None:
             return
         if kill_if_hung(
@@ -914,7 +910,7 @@ class Actors:
             self._clock[slot.actor_id],
             self._flags.env_step_timeout_s,
         ):
-            slot.reason = "its step hung"
+            slot.reason = "its environment hung"
             self._clock[slot.actor_id] = 0.0  # It may take a while to end.
 
     def _receive(self, slot: ActorSlot) -> None:

@@ -1072,7 +1072,15 @@ def train_with(
             },
         )
         with run.open(resumed=found is not None):
-            train_async(run, servers, addresses, run_id, first_incarnation, stop)
+            train_async(
+                run,
+                servers,
+                addresses,
+                welcome.num_envs,
+                run_id,
+                first_incarnation,
+                stop,
+            )
         if stop.received is not None and not learner.finished():
             log.info(
                 "Stopped by %s at step %d. The same command goes on from there.",
@@ -1150,7 +1158,11 @@ def describe(
 
 
 def create_pool(
-    flags: argparse.Namespace, addresses: Sequence[str], state: Any, **start: Any
+    flags: argparse.Namespace,
+    addresses: Sequence[str],
+    envs_per_stream: int,
+    state: Any,
+    **start: Any,
 ) -> tuple[
     libtorchbeast.BatchingQueue, libtorchbeast.DynamicBatcher, libtorchbeast.ActorPool
 ]:
@@ -1189,7 +1201,8 @@ def create_pool(
         inference_keys=NET_INPUTS,
         info_keys=flags.info_keys,
         seed=flags.seed,
-        step_timeout_s=flags.env_step_timeout_s + SUPERVISOR_S,
+        # The flag is for one environment; a message is for all of a stream.
+        step_timeout_s=envs_per_stream * flags.env_step_timeout_s + SUPERVISOR_S,
         keepalive_s=flags.keepalive_s,
         tls=tls.read(flags.tls_dir, is_server=False),
         **start,
@@ -1201,6 +1214,7 @@ def train_async(
     run: Run,
     servers: LocalServers | None,
     addresses: Sequence[str],
+    envs_per_stream: int,
     run_id: str,
     first_incarnation: int,
     stop: StopSignal,
@@ -1210,6 +1224,7 @@ def train_async(
     learner_queue, inference_batcher, actors = create_pool(
         flags,
         addresses,
+        envs_per_stream,
         learner.net.initial_state(batch_size=1),
         run_id=f"{flags.xpid} ({run_id})",
         first_incarnation=first_incarnation,

@@ -389,7 +389,7 @@ class Servers:
         )
 
     def _check_progress(self, slot: ServerSlot) -> None:
-        """Kill a server in which a step takes too long."""
+        """Kill a server whose environment takes too long."""
         if slot.process is None:
             return
         since = slot.progress[:, 1]

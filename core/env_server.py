@@ -277,7 +277,8 @@ class Server:
       insecure: serve other machines without.
       progress: [S, 2] float64, written by the server: the number of steps that the
         streams in this place ever took, and since when (`time.monotonic`) the present
-        step lasts, 0 between steps. In shared memory, another process can watch.
+        call into an environment lasts, 0 between calls. In shared memory, another
+        process can watch.
       keepalive_s: a learner whose machine is frozen or cut off is noticed within twice
         this, and its environments are freed.
     """
@@ -393,8 +394,17 @@ class Server:
 
     def _read_spaces(self) -> None:
         try:
-            envs = self._make(1, seed=0, first_env_id=0, incarnation=0, info_keys=())
-            with _closing(envs):
+            clock = self._progress[0, 1:]
+            with _clock_runs(clock):
+                envs = self._make(
+                    1,
+                    seed=0,
+                    first_env_id=0,
+                    incarnation=0,
+                    info_keys=(),
+                    clock=clock,
+                )
+            with _closing(envs, clock):
                 self._observation_space: gym.Space = envs.observation_space
                 self._action_space: gym.Space = envs.action_space
                 if self._name is None:
@@ -460,7 +470,7 @@ class Server:
             text = _with_traceback(error)
             code = grpc.StatusCode.FAILED_PRECONDITION
             yield from _fail(context, who, code, text, permanent=True)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             code = grpc.StatusCode.INTERNAL
             yield from _fail(context, who, code, _with_traceback(error))
 
@@ -574,32 +584,32 @@ class Server:
         actions = _nest_of(action.arrays, spaces.spec_of(self._action_space))
         checks = _action_checks(self._action_space, actions)
         progress = self._progress[slot]
+        clock = progress[1:]
 
         # Environments may use these; forked processes would share their state.
         seed = env_seed(hello.seed, hello.first_env_id, hello.incarnation, 0)
         random.seed(seed)
         np.random.seed(seed)
-        progress[1] = time.monotonic()  # To be made may take too long, too.
-        envs = self._make(
-            self._num_envs,
-            seed=hello.seed,
-            first_env_id=hello.first_env_id,
-            incarnation=hello.incarnation,
-            info_keys=hello.info_keys,
-            truncation_is_done=hello.truncation_is_done,
-        )
-        with _closing(envs):
+        with _clock_runs(clock):
+            envs = self._make(
+                self._num_envs,
+                seed=hello.seed,
+                first_env_id=hello.first_env_id,
+                incarnation=hello.incarnation,
+                info_keys=hello.info_keys,
+                truncation_is_done=hello.truncation_is_done,
+                clock=clock,
+            )
+        with _closing(envs, clock):
             if _space_messages(envs) != self._space_messages:
                 raise EnvSpecError(
                     f"{self._name} has other spaces than when this server started: "
                     f"{envs.observation_space} and {envs.action_space}; expected "
                     f"{self._observation_space} and {self._action_space}"
                 )
-            progress[1] = 0.0  # A `yield` waits for the network.
             yield wire.encode(ToLearner(welcome=self._welcome(step_arrays)))
-            progress[1] = time.monotonic()
             envs.reset(next(rows))
-            progress[1] = 0.0
+            clock[0] = 0.0  # A `yield` waits for the network.
             yield steps.encode(0, whole=True)
             for seq in itertools.count():
                 message = None if self._stopping else next(requests, None)
@@ -615,9 +625,8 @@ class Server:
                     )
                 for check in checks:
                     check()
-                progress[1] = time.monotonic()
                 envs.step(actions, next(rows))
-                progress[1] = 0.0
+                clock[0] = 0.0
                 progress[0] += 1
                 yield steps.encode(seq + 1, whole=whole)
 
@@ -736,14 +745,25 @@ def _with_traceback(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _closing(envs: Any) -> Iterator[None]:
+def _clock_runs(clock: np.ndarray) -> Iterator[None]:
+    """Note in `clock` since when this lasts."""
+    clock[0] = time.monotonic()
+    try:
+        yield
+    finally:
+        clock[0] = 0.0
+
+
+@contextlib.contextmanager
+def _closing(envs: Any, clock: np.ndarray) -> Iterator[None]:
     """Close the environments at the end, whatever they think of it."""
     try:
         yield
     finally:
         try:
-            envs.close()
-        except (Exception, SystemExit):
+            with _clock_runs(clock):
+                envs.close()
+        except Exception:
             log.exception("An environment could not be closed")
 
 

@@ -25,9 +25,12 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import signal
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 if __name__ == "__main__":
@@ -48,7 +51,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class EnvError(RuntimeError):
-    """An environment raised in `step` or `reset`; `__cause__` is what it raised."""
+    """An environment raised; `__cause__` is what it raised."""
 
 
 class EnvSpecError(ValueError):
@@ -435,6 +438,10 @@ class Environments:
         as 300 steps.
       recycle_games: full games after which an environment is made anew; 0 for never.
       truncation_is_done: as said above.
+      clock: [1] float64, in which `time.monotonic()` is noted before each call into an
+        environment (constructor, reset, step, close). Whoever made it sets it back to 0
+        between calls of this class; in shared memory, another process can see when one
+        environment takes too long.
     """
 
     def __init__(
@@ -449,8 +456,10 @@ class Environments:
         seed_every_game: bool = False,
         recycle_games: int = 0,
         truncation_is_done: bool = False,
+        clock: np.ndarray | None = None,
     ) -> None:
         self.info_keys = info_keys
+        self._clock = np.zeros(1) if clock is None else clock
         self._make_env = make_env
         self._seed = seed
         self._first_env_id = first_env_id
@@ -460,7 +469,7 @@ class Environments:
         self._truncation_is_done = truncation_is_done
         self._progress: list[_Progress] = []  # Empty until `reset`.
         self.envs: list[gym.Env] = []
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, _only_exceptions("making it"):
             # One for each environment: it closes that, once.
             self._closers = [
                 stack.enter_context(contextlib.ExitStack()) for _ in range(num_envs)
@@ -477,9 +486,14 @@ class Environments:
             self._closer = stack.pop_all()
 
     def _make(self, k: int) -> gym.Env:
+        self._clock[0] = time.monotonic()
         env = adapt(self._make_env())
-        self._closers[k].callback(env.close)
+        self._closers[k].callback(self._close, env)
         return env
+
+    def _close(self, env: gym.Env) -> None:
+        self._clock[0] = time.monotonic()
+        env.close()
 
     def seeds(self) -> list[int]:
         """Return the seed of each environment's first game, for the run's records."""
@@ -512,7 +526,8 @@ class Environments:
 
     def close(self) -> None:
         """Close all environments; calling it again is fine."""
-        self._closer.close()
+        with _only_exceptions("close()"):
+            self._closer.close()
 
     # Exact resume: no environment can be saved, but its current game can be replayed.
 
@@ -614,9 +629,10 @@ class Environments:
         if self._seed_every_game:
             progress.actions.append(action)
         progress.steps += 1
+        self._clock[0] = time.monotonic()
         try:
             result = self.envs[k].step(action)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise self._env_error(k, error) from error
         try:
             observation, reward, terminated, truncated, info = result
@@ -685,7 +701,7 @@ class Environments:
         try:
             self._closers[k].close()
             self.envs[k] = self._make(k)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise self._env_error(k, error) from error
         try:
             self._check_equal_spaces()
@@ -695,13 +711,14 @@ class Environments:
     def _reset(self, k: int, seed: int | None) -> tuple[Any, dict[str, Any]]:
         """Reset environment k, with `seed` if there is one."""
         progress = self._progress[k]
+        self._clock[0] = time.monotonic()
         try:
             if seed is None:
                 result = self.envs[k].reset()
             else:
                 progress.seed, progress.steps = seed, 0
                 result = self.envs[k].reset(seed=seed)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise self._env_error(k, error) from error
         if not (
             isinstance(result, tuple)
@@ -809,11 +826,38 @@ class Environments:
         )
 
     def _env_error(self, k: int, error: BaseException) -> EnvError:
+        if is_ctrl_c(error):
+            raise error
         progress = self._progress[k]
         return EnvError(
             f"env {self._where(k)} step {progress.steps} after reset(seed="
             f"{progress.seed}): {type(error).__name__}: {error}"
         )
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Say whether `error` may be Python's own answer to SIGINT."""
+    return (
+        isinstance(error, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+
+
+@contextlib.contextmanager
+def _only_exceptions(what: str) -> Iterator[None]:
+    """Turn SystemExit, GeneratorExit and the like out of an environment into EnvError.
+
+    They mean something else to those who call an environment: threads end on SystemExit
+    without a word, generators on GeneratorExit.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or is_ctrl_c(error):
+            raise
+        text = f"{what}: {type(error).__name__}: {error}"
+        raise EnvError(f"the environment raised in {text}") from error
 
 
 def action_at(leaf_spaces: Nest, actions: Nest, k: int) -> Any:

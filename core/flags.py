@@ -289,9 +289,10 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
         "--env_step_timeout_s",
         type=number(1),
         default=120.0,
-        help="an environment that takes longer for one step or reset hangs: its "
-        "process shows its stacks, is killed and started again. A learner gives up on "
-        "a server that takes a little longer still, and connects anew",
+        help="an environment hangs if one call (constructor, reset, step or close) "
+        "takes longer: its process shows its stacks, is killed and started again. A "
+        "learner gives up on a server that takes longer still (this times the "
+        "environments of a stream, and a little), and connects anew",
     )
     env.add_argument(
         "--recycle_games",

@@ -189,19 +189,20 @@ def _has_handled(pid: int, signum: int) -> bool:
 
 
 def kill_if_hung(name: str, process: Any, since: float, limit_s: float) -> bool:
-    """Kill a process in which a step takes too long, after it has shown its stacks.
+    """Kill a process whose environment takes too long, after it has shown its stacks.
 
     Args:
       process: of multiprocessing; SIGUSR1 makes its faulthandler write.
-      since: when its present step began (`time.monotonic`), 0 between steps.
-      limit_s: a step may take so long.
+      since: when its present call began (`time.monotonic`), 0 between calls.
+      limit_s: one call into one environment may take so long.
 
     Returns whether it was killed.
     """
     if since == 0 or time.monotonic() - since <= limit_s:
         return False
     log.warning(
-        "%s hangs: a step has taken %g s (--env_step_timeout_s); its stacks follow",
+        "%s hangs: one call of its environment has taken %g s (--env_step_timeout_s); "
+        "its stacks follow",
         name,
         limit_s,
     )

@@ -23,6 +23,7 @@ less.
 import difflib
 import importlib
 import os
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +31,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from core.environment import EnvError, Environments, EnvSpecError, env_seed
+from core.environment import (
+    EnvError,
+    Environments,
+    EnvSpecError,
+    env_seed,
+    is_ctrl_c,
+)
 from core.spaces import Nest, map_nest
 
 ALE, ENVPOOL = "ale-vector:", "envpool:"
@@ -63,6 +70,7 @@ def make_vector(
     info_keys: tuple[str, ...] = (),
     seed_every_game: bool = False,
     truncation_is_done: bool = False,
+    clock: np.ndarray | None = None,
 ) -> Environments:
     """Create the `num_envs` environments that `--env name` stands for.
 
@@ -81,6 +89,7 @@ def make_vector(
         incarnation=incarnation,
         info_keys=info_keys,
         truncation_is_done=truncation_is_done,
+        clock=clock,
     )
     seeds = [env_seed(seed, first_env_id + k, incarnation, 0) for k in range(num_envs)]
     if is_atari(name):
@@ -119,6 +128,7 @@ def from_vector_env(
     incarnation: int = 0,
     info_keys: tuple[str, ...] = (),
     truncation_is_done: bool = False,
+    clock: np.ndarray | None = None,
 ) -> Environments:
     """Return the environments of `vector`, which the result owns and closes.
 
@@ -137,6 +147,7 @@ def from_vector_env(
         incarnation=incarnation,
         info_keys=info_keys,
         truncation_is_done=truncation_is_done,
+        clock=clock,
     )
 
 
@@ -176,11 +187,14 @@ class _Together(Environments):
         super().step(actions, rows)
 
     def _begin(self, function: Callable[..., None], *args: Any) -> None:
+        self._clock[0] = time.monotonic()
         try:
             function(*args)
         except EnvSpecError as error:
             raise EnvSpecError(f"{self._who()}: {error}") from error.__cause__
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if is_ctrl_c(error):
+                raise
             message = f"{self._who()}: {type(error).__name__}: {error}"
             raise EnvError(message) from error
 

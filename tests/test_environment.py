@@ -20,6 +20,7 @@ from core import check_environment, environment, spaces
 from core.environment import EnvError, Environments, EnvSpecError, env_seed, make
 from tests import counting_env
 from tests.counting_env import CountingEnv, check_rollout
+from tests.fault_env import FaultEnv
 
 SEED = 11
 DEADLINE_S = 60
@@ -465,13 +466,58 @@ def test_reset_of_the_old_api_on_a_gymnasium_env_is_an_error():
         step_until_error(Scripted(reset=frame()))
 
 
-@pytest.mark.parametrize("error", [KeyError("boom"), SystemExit(3)])
+@pytest.mark.parametrize("error", [KeyError("boom"), SystemExit(3), GeneratorExit()])
 def test_an_exception_in_step_names_env_step_and_seed_and_keeps_its_cause(error):
     seed = env_seed(SEED, 5, 0, 0)
     where = rf"^env 5 \(Scripted\) step 3 after reset\(seed={seed}\): "
     with pytest.raises(EnvError, match=where + type(error).__name__) as caught:
         step_until_error(Scripted(None, None, error))
     assert caught.value.__cause__ is error
+
+
+def test_ctrl_c_is_no_error_of_the_environment():
+    with pytest.raises(KeyboardInterrupt):
+        step_until_error(Scripted(KeyboardInterrupt()))
+
+
+def test_the_clock_is_set_anew_for_each_call_into_an_environment():
+    """So that a limit is for one environment's call, however many there are."""
+    clock, seen = np.zeros(1), []
+
+    class Env(FaultEnv):
+        def note(self, call):
+            seen.append((call, clock[0]))
+
+        def __init__(self):
+            self.note("make")
+            super().__init__(None, at_step=0)
+
+        def reset(self, **options):
+            self.note("reset")
+            return super().reset(**options)
+
+        def step(self, action):
+            self.note("step")
+            return (*super().step(action)[:2], True, False, {})
+
+        def close(self):
+            self.note("close")
+
+    envs = Environments(Env, 3, seed=SEED, clock=clock, recycle_games=2)
+    rows = empty_rows(envs, 3)
+    envs.reset(rows)
+    for _ in range(2):
+        envs.step(np.zeros(3, np.int64), rows)
+    envs.close()
+    calls, times = zip(*seen)
+    assert calls == (
+        *("make",) * 3,
+        *("reset",) * 3,
+        *("step", "reset") * 3,
+        *("step", "close", "make", "reset") * 3,
+        *("close",) * 3,
+    )
+    assert 0 < times[0] and all(a < b for a, b in zip(times, times[1:])), times
 
 
 def test_an_environment_without_memory_is_an_error_like_any_other():

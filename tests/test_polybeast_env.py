@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment servers: the protocol, what they survive, and the program around them."""
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -314,13 +315,62 @@ def test_an_environment_that_cannot_be_made_later_is_a_failure(serve):
         assert not failure.value.permanent
 
 
-def test_exit_in_an_environment_is_a_failure(serve):
-    server = serve(lambda: fault_env.FaultEnv(lambda: sys.exit("bye")))
+@pytest.mark.parametrize("call", ["__init__", "reset", "step", "close"])
+@pytest.mark.parametrize(
+    "error", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
+)
+def test_what_is_no_exception_ends_the_stream_with_its_traceback_too(
+    serve, caplog, call, error
+):
+    class Env(counting_env.CountingEnv):
+        pass
+
+    def fail(*_, **__):
+        raise error("bye")
+
+    server = serve(Env)
+    setattr(Env, call, fail)
+    with contextlib.suppress(ServerFailure), EnvClient(server.address) as client:
+        client.step(0)
+    wait_until(lambda: f"{error.__name__}: bye" in caplog.text)
+    assert "in fail\n" in caplog.text
+    delattr(Env, call)
+    with reconnect(server.address) as client:
+        client.step(0)
+
+
+def test_the_clock_runs_during_each_call_into_an_environment(serve, folder):
+    """In the constructor and close too, when the server starts and for a stream."""
+    progress, seen = np.zeros((1, 2)), []
+
+    class Env(counting_env.CountingEnv):
+        def __init__(self):
+            seen.append(("make", progress[0, 1]))
+            super().__init__()
+
+        def reset(self, **options):
+            seen.append(("reset", progress[0, 1]))
+            return super().reset(**options)
+
+        def step(self, action):
+            seen.append(("step", progress[0, 1]))
+            return super().step(action)
+
+        def close(self):
+            seen.append(("close", progress[0, 1]))
+
+    server = serve(Env, num_envs=2, progress=progress)
+    assert progress[0, 1] == 0
     with EnvClient(server.address) as client:
-        for _ in range(6):
-            client.step(0)
-        with pytest.raises(ServerFailure, match="SystemExit: bye"):
-            client.step(0)
+        assert progress[0, 1] == 0
+        client.step(0)
+        assert progress[0, 1] == 0
+    wait_until(lambda: len(seen) == 10)
+    calls, times = zip(*seen)
+    expected = ("make", "close", *("make",) * 2, *("reset",) * 2)
+    assert calls == (*expected, *("step",) * 2, *("close",) * 2)
+    assert 0 < times[0] and all(a < b for a, b in zip(times, times[1:])), times
+    wait_until(lambda: progress[0, 1] == 0)
 
 
 def test_other_spaces_than_at_the_start_are_permanent(serve):
@@ -1150,7 +1200,7 @@ def test_a_hung_environment_is_shown_killed_and_replaced(start, folder, name):
         with reconnect(f"unix:{folder}/s") as client, pytest.raises(grpc.RpcError):
             for _ in range(30):
                 client.step(0)
-    program.wait_for_text("Server 0 hangs: a step has taken 1 s")
+    program.wait_for_text("Server 0 hangs: one call of its environment has taken 1 s")
     program.wait_for_text("Server 0 died (its environment hung)")
     assert "fault_env.py" in program.text()  # Its stack.
 

@@ -373,7 +373,7 @@ def test_a_learner_gives_up_on_a_server_whose_own_supervisor_does_not(
     options = ["--env_step_timeout_s", 1, "--total_steps", ENDLESS]
     program = train(*SIZES, "--server_addresses", addresses, *options)
     program.wait_for_text("/hangs (stream 0, environments 0 to 1), step 25: the server")
-    program.wait_for_text("has not answered for 3 s; connecting anew")
+    program.wait_for_text("has not answered for 4 s; connecting anew")
     rows = num_rows(run_dir)
     program.wait_for(lambda: num_rows(run_dir) > rows + 3)
     assert re.search(r"\n.*INFO *\d+ rows received = \d+ learned \+", stop(program))

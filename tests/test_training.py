@@ -695,7 +695,7 @@ def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path, env):
     )
     assert program.wait() == 0, program.text()
     text = program.text()
-    assert "hangs: a step has taken 1 s (--env_step_timeout_s)" in text
+    assert "call of its environment has taken 1 s (--env_step_timeout_s)" in text
     assert re.search(r"Current thread .*\n(  File .*\n)*  File .*fault_env.py", text)
     assert int(log_rows(tmp_path / "runs" / "x")[-1]["actor_restarts"]) >= 1
 
