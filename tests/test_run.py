@@ -156,10 +156,10 @@ def test_what_logging_dies_of_ends_the_run(tmp_path):
     a_run = make_run(tmp_path, *AT_ONCE)
 
     def tick() -> bool:
-        a_run.tick({"no_such_column": 1})
+        a_run.tick({"my_gauge": "seven"})
         return False
 
-    with pytest.raises(ValueError, match="no_such_column"), a_run.open(resumed=False):
+    with pytest.raises(ValueError, match="seven"), a_run.open(resumed=False):
         learn(a_run)
         wait_until(tick)
     assert saved(a_run) == [50]
