@@ -84,6 +84,7 @@ from core.supervise import (
     RestartBudget,
     StopSignal,
     Watchdog,
+    be_killed_first_for_memory,
     check_main_file,
     check_resources,
     describe_exit,
@@ -681,6 +682,7 @@ def act(
     traceback, once, before the process ends with a non-zero status.
     """
     exit_with_parent()
+    be_killed_first_for_memory()
     for signum in (signal.SIGINT, signal.SIGTERM):  # The parent's to handle: it drains.
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.enable()

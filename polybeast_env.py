@@ -61,6 +61,7 @@ from core.supervise import (
     Exit,
     RestartBudget,
     StopSignal,
+    be_killed_first_for_memory,
     describe_exit,
     exit_with_parent,
     kill_if_hung,
@@ -455,6 +456,7 @@ def serve_one(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     exit_with_parent()
+    be_killed_first_for_memory()
     faulthandler.enable(sys.__stderr__)
     faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True)
     if flags.with_parent:

@@ -5,9 +5,11 @@ import argparse
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -219,6 +221,17 @@ def test_while_the_fork_server_imports_nobody_waits(monkeypatch):
     is_ready.set()
     wait_until(lambda: actors.poll(0.01) or actors.pids())
     actors.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_out_of_memory_actors_are_killed_before_the_learner():
+    with Pool(make_flags()) as pool:
+        pool.next_rollout()  # So that they have begun.
+        scores = [
+            int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+            for pid in ("self", *pool.actors.pids())
+        ]
+    assert scores[0] < 500 and 500 in scores[1:], scores
 
 
 def test_an_actor_that_hangs_is_replaced_while_others_go_on(caplog):

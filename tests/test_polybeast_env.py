@@ -1180,6 +1180,19 @@ def test_who_forks_servers_has_one_thread(start, folder):
     assert supervisor.num_threads() == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_out_of_memory_servers_are_killed_before_their_supervisor(start):
+    program = start("--env", "Catch", num_servers=2)
+    program.wait_for_text("Serving")
+    supervisor = psutil.Process(program.pid)
+    scores = [oom_score(p.pid) for p in (supervisor, *supervisor.children())]
+    assert scores == [oom_score("self"), 500, 500]
+
+
+def oom_score(pid):
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 def test_a_server_that_achieves_something_is_restarted_for_ever(start, folder):
     program = start("--env", "tests.fault_env:make_crashing_late", num_servers=1)
     for _ in range(7):

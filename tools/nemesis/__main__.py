@@ -21,6 +21,7 @@ FIGURES: dict[str, list[str] | None] = {
     "resume": None,
     "signals": ["--count", "4"],
     "actors": ["--kills", "10"],
+    "memory": ["--kills", "3"],
     "hostile": ["--seconds", "60"],
     "leftovers": ["--count", "4"],
     "learning": None,

@@ -89,6 +89,19 @@ class Catch(toys.Catch):
         introduce(os.getpid())
 
 
+class GreedyCatch(Catch):
+    """Takes memory without end when its order says so."""
+
+    def step(self, action: int) -> Any:
+        order = order_file(Path(os.environ[FOLDER]), name(), "memory")
+        with contextlib.suppress(FileNotFoundError):
+            order.unlink()
+            taken = []
+            while True:
+                taken.append(b"x" * 2**20)
+        return super().step(action)
+
+
 def make() -> PacedEnv:
     return PacedEnv()
 
@@ -99,3 +112,7 @@ def make_hanging() -> HangingEnv:
 
 def make_catch() -> Catch:
     return Catch()
+
+
+def make_greedy() -> GreedyCatch:
+    return GreedyCatch()
