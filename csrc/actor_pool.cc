@@ -383,8 +383,21 @@ void ActorPool::Impl::run() {
     fail(std::current_exception());
   }
   tear_down();
-  std::lock_guard lock(mu_);
-  if (failure_) std::rethrow_exception(failure_);
+  std::exception_ptr failure;
+  {
+    std::lock_guard lock(mu_);
+    failure = failure_;
+  }
+  if (!failure) return;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception&) {  // Not a signal's, which is the caller's.
+    if (!options_.named_rows) {
+      options_.learner_queue->fail(failure);
+      options_.inference_batcher->fail(failure);
+    }
+    throw;
+  }
 }
 
 void ActorPool::Impl::stop() {
@@ -891,14 +904,10 @@ void ActorPool::Impl::on_answer(Actor& actor, const Outputs* outputs,
     }
     check_answer(*env_, *agent, answer);
 
-    std::vector<std::string_view> action;
-    action.reserve(agent->actions.size());
-    for (const size_t leaf : agent->actions) {
-      const Array& array = answer.leaves[leaf];
-      action.emplace_back(array.data, array.nbytes());
-    }
-    std::string message =
-        wire::action_to_server(life.next_seq - 1, action, wants_whole);
+    std::vector<std::string> converted;
+    std::string message = wire::action_to_server(
+        life.next_seq - 1, action_arrays(*env_, *agent, answer, converted),
+        wants_whole);
 
     const auto state = answer.leaves.begin() + agent->leaves.size();
     life.outputs.assign(answer.leaves.begin(), state);

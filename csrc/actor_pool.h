@@ -105,7 +105,9 @@ struct PoolStats {
 //          after max_failures, with the server's own words; AsyncError if an
 //          inference batch was dropped,
 //          std::invalid_argument if K does not fit the queue. May be called
-//          once.
+//          once. Without named_rows the failure ends the queue and the batcher
+//          too (fail): the main loop of TorchBeast's learners looks at nothing
+//          but their sizes, and would wait for ever.
 //   stop   ends run() and returns when it has ended. From any thread but the
 //          transport's, at any time, again and again. Blocks.
 // The other methods may be called by any thread and do not wait.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -31,6 +32,9 @@ namespace torchbeast {
 //                 a timeout, or where the next item would be too much.
 //   close         wakes every waiter and drops what is queued. Once only:
 //                 std::runtime_error.
+//   fail          closes, unless it is closed: from then on size() throws
+//   `why`,
+//                 and close() does nothing.
 // After close(), enqueue throws QueueClosed and dequeue_many returns nothing.
 // All sizes count rows: entries along `batch_dim`. An item may have several and
 // is never split.
@@ -88,6 +92,11 @@ class BatchingQueue {
 
   void close() {
     const auto dropped = queue_.close();
+    changed_.call();
+  }
+
+  void fail(std::exception_ptr why) {
+    const auto dropped = queue_.fail(std::move(why));
     changed_.call();
   }
 

@@ -152,6 +152,7 @@ class Batch {
 //   close          wakes every waiter; each compute that was not answered,
 //                  queued or handed out, throws QueueClosed. Once only:
 //                  std::runtime_error.
+//   fail           closes, as BatchingQueue::fail does.
 // compute and compute_async throw std::invalid_argument, naming the leaf, for
 // inputs that do not fit, as BatchingQueue::enqueue with `check_inputs` does,
 // and QueueClosed after close(); `done` is not called then.
@@ -171,7 +172,8 @@ class DynamicBatcher {
   Nest compute(Nest inputs);  // The answer lies in memory of `buffers`.
   void compute_async(Nest inputs, Done done);
   std::shared_ptr<Batch> get_batch();
-  void close();
+  void close() { close_with(queue_.close()); }
+  void fail(std::exception_ptr why) { close_with(queue_.fail(std::move(why))); }
 
   bool is_closed() const { return queue_.is_closed(); }
   int64_t size() const { return queue_.size(); }  // Rows queued.
@@ -199,6 +201,8 @@ class DynamicBatcher {
     return std::make_exception_ptr(
         QueueClosed("The batcher was closed before it answered"));
   }
+
+  void close_with(RowQueue<Done>::Items queued);
 
   const BatcherOptions options_;
   const std::shared_ptr<BufferPool> buffers_;
@@ -374,8 +378,7 @@ inline std::shared_ptr<Batch> DynamicBatcher::get_batch() {
   return batch;
 }
 
-inline void DynamicBatcher::close() {
-  auto queued = queue_.close();
+inline void DynamicBatcher::close_with(RowQueue<Done>::Items queued) {
   internal::InFlight::Batches handed_out;
   {
     std::lock_guard lock(in_flight_->mu);

@@ -223,6 +223,56 @@ std::pair<size_t, Structure::Ptr> action_of(const Structure::Ptr& outputs) {
                    "or a tuple that begins with the action");
 }
 
+// Calls `fn` with a zero of this type; returns whether it is an integer type.
+template <typename Fn>
+bool with_integer(DType dtype, const Fn& fn) {
+  switch (dtype) {
+    case DType::kUInt8:
+      return fn(uint8_t{}), true;
+    case DType::kInt8:
+      return fn(int8_t{}), true;
+    case DType::kUInt16:
+      return fn(uint16_t{}), true;
+    case DType::kInt16:
+      return fn(int16_t{}), true;
+    case DType::kUInt32:
+      return fn(uint32_t{}), true;
+    case DType::kInt32:
+      return fn(int32_t{}), true;
+    case DType::kUInt64:
+      return fn(uint64_t{}), true;
+    case DType::kInt64:
+      return fn(int64_t{}), true;
+    default:
+      return false;
+  }
+}
+
+bool is_integer(DType dtype) {
+  return with_integer(dtype, [](auto) {});
+}
+
+// `array` with its integers as `dtype`.
+std::string converted_to(DType dtype, const Array& array) {
+  std::string bytes(array.num_elements() * itemsize(dtype), '\0');
+  with_integer(array.dtype, [&](auto from) {
+    with_integer(dtype, [&](auto to) {
+      for (int64_t i = 0; i < array.num_elements(); ++i) {
+        std::memcpy(&from, array.data + i * sizeof(from), sizeof(from));
+        if (!std::in_range<decltype(to)>(from)) {
+          throw ActorError("The agent's action " + std::to_string(from) +
+                           " is out of the range of " +
+                           std::string(name(dtype)) +
+                           ", which the environment expects");
+        }
+        to = static_cast<decltype(to)>(from);
+        std::memcpy(bytes.data() + i * sizeof(to), &to, sizeof(to));
+      }
+    });
+  });
+  return bytes;
+}
+
 std::string describe_actions(const EnvSpec& env) {
   std::string text;
   for (const size_t array : env.actions.arrays) {
@@ -384,7 +434,10 @@ AgentSpec make_agent_spec(const EnvSpec& env, const Nest& answer) {
     got += (i > 0 ? ", " : "") + describe(leaf.dtype, leaf.shape);
     if (!fits) continue;
     const auto& spec = env.welcome.action_arrays[env.actions.arrays[i]];
-    fits = leaf.dtype == spec.dtype && leaf.nbytes == spec.nbytes;
+    fits = leaf.nbytes / itemsize(leaf.dtype) ==
+               spec.nbytes / itemsize(spec.dtype) &&
+           (leaf.dtype == spec.dtype ||
+            (is_integer(leaf.dtype) && is_integer(spec.dtype)));
   }
   if (!fits) {
     throw ActorError("The agent's action is " + got +
@@ -398,6 +451,24 @@ AgentSpec make_agent_spec(const EnvSpec& env, const Nest& answer) {
   agent.item = Structure::tuple(
       {Structure::tuple({env.rows, agent.outputs}), env.state_structure});
   return agent;
+}
+
+std::vector<std::string_view> action_arrays(
+    const EnvSpec& env, const AgentSpec& agent, const Nest& answer,
+    std::vector<std::string>& converted) {
+  converted.resize(agent.actions.size());
+  std::vector<std::string_view> arrays;
+  arrays.reserve(agent.actions.size());
+  for (size_t i = 0; i < agent.actions.size(); ++i) {
+    const Array& array = answer.leaves[agent.actions[i]];
+    const DType expected = env.welcome.action_arrays[i].dtype;
+    if (array.dtype == expected) {
+      arrays.emplace_back(array.data, array.nbytes());
+    } else {
+      arrays.emplace_back(converted[i] = converted_to(expected, array));
+    }
+  }
+  return arrays;
 }
 
 void check_answer(const EnvSpec& env, const AgentSpec& agent,

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "array.h"
@@ -88,6 +89,13 @@ struct AgentSpec {
   std::vector<size_t> actions;  // By array of an Action: which leaf it is.
   Structure::Ptr item;          // ((env_rows, outputs), agent_state)
 };
+
+// The arrays of an Action, as the servers expect them. Views of `answer`, and
+// of `converted`: integers of another type than the server's are converted.
+// Throws ActorError for one that does not fit. `answer` has been checked.
+std::vector<std::string_view> action_arrays(
+    const EnvSpec& env, const AgentSpec& agent, const Nest& answer,
+    std::vector<std::string>& converted);
 
 // `answer` is (agent_outputs [1, K, ...], agent_state), as compute() returns
 // it. Both throw ActorError, naming what was expected and got.

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <list>
 #include <mutex>
 #include <optional>
@@ -37,6 +38,9 @@ struct QueueOptions {
 //   take    waits for a batch: see BatchingQueue::dequeue_many. Empty after
 //           close().
 //   close   wakes every waiter and returns what was queued. Only once.
+//   fail    closes, if it is open: from then on size() throws `why`, and
+//   close()
+//           does nothing.
 // Nests and payloads are never destroyed with the lock held: their owners may
 // be Python's. Destroying the queue closes it, and lets waiters leave first.
 template <typename Payload>
@@ -67,6 +71,7 @@ class RowQueue {
   void push(Nest nest, Payload payload, bool wait);
   Items take();
   Items close();
+  Items fail(std::exception_ptr why);
 
   // Rows that were taken, but did not reach anybody.
   void count_as_dropped(int64_t rows) {
@@ -88,6 +93,7 @@ class RowQueue {
 
   int64_t size() const {
     std::lock_guard lock(mu_);
+    if (failure_) std::rethrow_exception(failure_);
     return rows_;
   }
 
@@ -114,6 +120,8 @@ class RowQueue {
     if (items_.empty() || !options_.timeout_ms) return std::nullopt;
     return items_.front().arrived + timeout_;
   }
+
+  Items close_with(std::exception_ptr why);
 
   void wait_locked(std::unique_lock<std::mutex>& lock,
                    std::condition_variable& changed,
@@ -142,6 +150,7 @@ class RowQueue {
   int64_t num_waiting_ = 0;         // Guarded by mu_. Threads in wait_locked.
   Counts counts_;                   // Guarded by mu_.
   bool closed_ = false;             // Guarded by mu_.
+  std::exception_ptr failure_;      // Guarded by mu_. Why it was closed.
 };
 
 namespace internal {
@@ -262,11 +271,23 @@ auto RowQueue<Payload>::take() -> Items {
 
 template <typename Payload>
 auto RowQueue<Payload>::close() -> Items {
+  return close_with(nullptr);
+}
+
+template <typename Payload>
+auto RowQueue<Payload>::fail(std::exception_ptr why) -> Items {
+  return close_with(std::move(why));
+}
+
+template <typename Payload>
+auto RowQueue<Payload>::close_with(std::exception_ptr why) -> Items {
   Items dropped;
   {
     std::lock_guard lock(mu_);
+    if (closed_ && (why || failure_)) return {};
     if (closed_) throw std::runtime_error("Queue was closed already");
     closed_ = true;
+    failure_ = std::move(why);
     counts_.dropped += rows_;
     rows_ = 0;
     dropped.swap(items_);

@@ -81,11 +81,16 @@ class BatchingQueue:
         """Drop what is queued and wake every waiter. Does not block.
 
         Raises:
-          RuntimeError: it is closed already.
+          RuntimeError: it is closed already, and not by an ActorPool that failed.
         """
     def is_closed(self) -> bool: ...
     def size(self) -> int:
-        """Return the rows queued."""
+        """Return the rows queued.
+
+        Raises:
+          ActorError and others: an ActorPool without named_rows closed it when its
+            `run` failed, for the same reason.
+        """
     def dropped(self) -> int:
         """Return the rows that were put in and that nobody will see."""
     def dequeued(self) -> int:
@@ -135,11 +140,16 @@ class DynamicBatcher:
         """Wake every waiter, without an answer. Does not block.
 
         Raises:
-          RuntimeError: it is closed already.
+          RuntimeError: it is closed already, and not by an ActorPool that failed.
         """
     def is_closed(self) -> bool: ...
     def size(self) -> int:
-        """Return the rows queued."""
+        """Return the rows queued.
+
+        Raises:
+          ActorError and others: an ActorPool without named_rows closed it when its
+            `run` failed, for the same reason.
+        """
     def num_batches(self) -> int:
         """Return the batches handed out so far."""
     def num_rows(self) -> int:
@@ -227,6 +237,10 @@ class ActorPool:
         """Play until `stop()`, or until a queue is closed. Blocks. Once only.
 
         A server that goes away costs its rollouts under way, and is returned to.
+
+        Should this fail, and named_rows is off, it closes learner_queue and
+        inference_batcher: loops over them end, and their size() raises the same error.
+        So ends a learner of TorchBeast, whose main loop looks at nothing else.
 
         Raises:
           ServerMismatch: a server's protocol or environment is not what it must be.

@@ -2,6 +2,7 @@
 """Learners written for TorchBeast in 2019 run unchanged on the extension."""
 
 import argparse
+import threading
 
 import gymnasium as gym
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import libtorchbeast
 from core.supervise import start_thread
 from tests import old_fork_learner
-from tests.conftest import DEADLINE_S
+from tests.conftest import DEADLINE_S, wait_until
 
 T, B = 5, 4
 EPISODE_STEPS = 3
@@ -57,7 +58,7 @@ def flags(tmp_path):
     flags = argparse.Namespace(
         unroll_length=T,
         batch_size=B,
-        total_steps=100 * T * B,
+        total_steps=60 * T * B,
         num_inputs=2,
         num_actions=2,
         action_dtype=torch.int64,
@@ -94,6 +95,27 @@ def test_an_old_learner_learns(flags):
     rows = [rows for rows in stats["rows"][-20:] if rows.done.any()]
     mean_return = torch.cat([r.episode_return[r.done] for r in rows]).mean().item()
     assert mean_return > 0.9 * EPISODE_STEPS  # Half of them by chance.
+
+
+def test_actions_may_be_of_another_integer_type(flags):
+    flags.serve(Echo)
+    flags.total_steps = 3 * T * B
+    flags.action_dtype = torch.uint8
+    stats = start_thread("main", old_fork_learner.train, flags).result(DEADLINE_S)
+    assert flags.actorpool_errors == []
+    assert stats["step"] >= flags.total_steps
+
+
+def test_a_broken_environment_ends_an_old_main_loop(flags):
+    flags.serve(Failing)
+    main = start_thread("main", old_fork_learner.train, flags)
+    with pytest.raises(libtorchbeast.ActorError, match="this environment is broken"):
+        main.result(timeout=DEADLINE_S)
+    (error,) = flags.actorpool_errors
+    assert "this environment is broken" in str(error)
+    # Nothing that would keep the program alive.
+    names = ("actorpool", "learner", "inference")
+    wait_until(lambda: not any(t.name.startswith(names) for t in threading.enumerate()))
 
 
 def test_a_truncated_episode_is_one_row_for_an_old_learner(flags):

@@ -783,6 +783,32 @@ TEST(failures_in_a_row_end_the_run) {
   CHECK_EQ(rig.pool->stats().discarded, 3 * (kT - 2));
 }
 
+TEST(a_failure_reaches_who_watches_tuples_by_the_size_of_a_queue) {
+  for (const bool named_rows : {false, true}) {
+    RigOptions options;
+    options.max_failures = 1;
+    options.named_rows = named_rows;
+    Rig rig(options);
+    rig.start();
+    auto agent = background([&] { return rig.batcher->get_batch(); });
+    auto learner = background([&] { return rig.queue->dequeue_many(); });
+    Player player(rig.network->accept());
+    player.greet();
+    player.connection->send(fake::failure("boom"));
+    CHECK_THROWS(ActorError, "boom", rig.running.get());
+    if (named_rows) {  // They watch run() itself.
+      CHECK_EQ(rig.queue->size() + rig.batcher->size(), 0);
+      rig.queue->close();
+      rig.batcher->close();
+    } else {
+      CHECK_THROWS(ActorError, "boom", rig.queue->size());
+      CHECK_THROWS(ActorError, "boom", rig.batcher->size());
+    }
+    CHECK(!agent.get());
+    CHECK(!learner.get());
+  }
+}
+
 namespace {
 
 void check_forgives(int max_failures) {
@@ -1168,6 +1194,43 @@ TEST(outputs_must_hold_an_action_for_the_environment) {
   check_first_answer(
       Structure::tuple({Structure::tuple({leaf, leaf})}), DType::kInt64,
       "action is int64[], float32[2] for each environment, but a expects");
+}
+
+TEST(actions_of_other_integer_types_are_converted) {
+  Rig rig;
+  rig.start();
+  Player player(rig.network->accept(), 3);
+  player.greet();
+  for (int i = 0; i < 2 * kT; ++i) {
+    player.step();
+    const auto batch = rig.batcher->get_batch();
+    Nest outputs = answer(batch->inputs());
+    std::vector<int16_t> actions;
+    for (int k = 0; k < 3; ++k) {
+      actions.push_back(
+          reinterpret_cast<const int64_t*>(outputs.leaves[0].data)[k]);
+    }
+    outputs.leaves[0] = make_array<int16_t>(DType::kInt16, {1, 3}, actions);
+    batch->set_outputs(std::move(outputs));
+    player.take_action();  // Checks it.
+  }
+}
+
+TEST(actions_out_of_the_range_of_the_environments_type_end_the_run) {
+  Rig rig;
+  rig.start();
+  Player player(rig.network->accept());
+  player.greet();
+  player.step();
+  const auto batch = rig.batcher->get_batch();
+  Nest outputs = answer(batch->inputs());
+  outputs.leaves[0] =
+      make_array<uint64_t>(DType::kUInt64, {1, 1}, {uint64_t{1} << 63});
+  batch->set_outputs(std::move(outputs));
+  CHECK_THROWS(ActorError,
+               "The agent's action 9223372036854775808 is out of the range of "
+               "int64, which the environment expects",
+               rig.running.get());
 }
 
 TEST(the_action_may_be_the_first_of_a_tuple) {

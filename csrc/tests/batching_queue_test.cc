@@ -577,6 +577,23 @@ TEST(close_wakes_waiting_producers) {
     CHECK_THROWS(QueueClosed, "", producer.get());
 }
 
+TEST(a_queue_that_failed_says_why_to_who_asks_for_its_size) {
+  const auto why = std::make_exception_ptr(ActorError("no server"));
+  BatchingQueue queue({});
+  queue.enqueue(row_nest({1}));
+  queue.fail(why);
+  CHECK_EQ(queue.dropped(), 1);
+  CHECK(!queue.dequeue_many());
+  CHECK_THROWS(QueueClosed, "closed", queue.enqueue(row_nest({2})));
+  CHECK_THROWS(ActorError, "no server", queue.size());
+  queue.close();
+  CHECK_THROWS(ActorError, "no server", queue.size());
+  BatchingQueue closed({});
+  closed.close();
+  closed.fail(why);
+  CHECK_EQ(closed.size(), 0);
+}
+
 TEST(close_drops_and_counts_what_is_queued) {
   BatchingQueue queue({});
   Nest item = row_nest({1, 2});

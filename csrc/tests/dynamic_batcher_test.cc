@@ -284,7 +284,7 @@ TEST(bad_options_are_refused) {
                make({.minimum_batch_size = 0}));
   CHECK_THROWS(Error, "Max batch size must be >= min batch size",
                make({.minimum_batch_size = 5, .maximum_batch_size = 3}));
-  CHECK_THROWS(Error, "Timeout must be >= 1 ms", make({.timeout_ms = -1}));
+  CHECK_THROWS(Error, "Timeout must be >= 0 ms", make({.timeout_ms = -1}));
 }
 
 // Bad inputs and outputs.
