@@ -83,6 +83,9 @@ _OPTIONS = {
     "grpc.http2.max_pings_without_data": 0,
     "grpc.http2.max_ping_strikes": 0,
     "grpc.server_handshake_timeout_ms": 5_000,  # For peers that connect and stop.
+    # Messages that inflate have no bound in older gRPC; learners do not compress.
+    "grpc.compression_enabled_algorithms_bitset": 1,  # None.
+    "grpc.per_message_decompression": 0,
     "grpc.so_reuseport": 0,  # Or a second server would share the port in silence.
     "grpc.max_send_message_length": -1,
 }

@@ -543,6 +543,7 @@ class EvilServer:
         self.messages: Sequence[bytes] = ()
         self.status: tuple[grpc.StatusCode, bytes] | None = None
         self.description = b""
+        self.compression = grpc.Compression.NoCompression
         self._server = grpc.server(futures.ThreadPoolExecutor(8))
         handlers = {
             "Stream": grpc.stream_stream_rpc_method_handler(self._stream),
@@ -562,6 +563,7 @@ class EvilServer:
 
     def _stream(self, requests: Any, context: Any) -> Any:
         next(requests)
+        context.set_compression(self.compression)
         yield from self.messages
         if self.status is not None:
             context.set_code(self.status[0])
@@ -596,6 +598,11 @@ class Learner:
         line = self.process.stdout.readline()
         assert line, f"the learner died of {request}: {self.process.wait(DEADLINE_S)}"
         return json.loads(line)
+
+    def peak_bytes(self) -> int:
+        """The most memory that it has used so far."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
     def close(self) -> None:
         self.process.kill()

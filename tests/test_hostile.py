@@ -2,12 +2,14 @@
 """The corpus of tests/hostile.py against a real environment server and learner."""
 
 import re
+import sys
 import tempfile
 
 import pytest
 
 grpc = pytest.importorskip("grpc", reason="pip install grpcio")
 from tests import hostile  # noqa: E402
+from tests.conftest import DEADLINE_S  # noqa: E402
 from tests.env_client import EnvClient  # noqa: E402
 
 
@@ -56,6 +58,29 @@ def test_what_a_server_logs_of_its_attackers_is_printable(victim):
 @pytest.mark.parametrize("name", hostile.TO_LEARNER)
 def test_a_hostile_server_costs_its_own_stream_only(victim, evil, learner, name):
     hostile.learner_survives(learner, victim, evil, hostile.TO_LEARNER[name])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_compressed_answer_is_refused_before_it_is_inflated(victim, evil, learner):
+    inflated = 64 * 2**20  # 64 KB compressed.
+    case = hostile.LearnerCase(
+        lambda honest: [bytes(inflated)], "Compression algorithm 'gzip' is disabled"
+    )
+    learner(describe=evil.address)  # Then it has started.
+    peak = learner.peak_bytes()
+    evil.compression = grpc.Compression.Gzip
+    hostile.learner_survives(learner, victim, evil, case)
+    evil.compression = grpc.Compression.NoCompression
+    assert learner.peak_bytes() < peak + inflated // 2
+
+
+def test_a_server_refuses_compressed_messages(victim):
+    with grpc.insecure_channel(
+        victim.address, compression=grpc.Compression.Gzip
+    ) as channel:
+        describe = channel.unary_unary("/torchbeast.EnvServer/Describe")
+        with pytest.raises(grpc.RpcError, match="'gzip' is disabled"):
+            describe(bytes(2**20), wait_for_ready=True, timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize("name", hostile.TO_DESCRIBE)
