@@ -1151,11 +1151,12 @@ def run_id(recorded: Mapping[str, Any], run_dir: Path) -> str:
     """Return the random name of a run, recorded in its meta.json or new.
 
     Environment servers tell a run that comes back by it from another one of the same
-    name, which may be anybody's. It ends in the number of the run's folder, because a
+    name, which may be anybody's. It ends in the folder's device and number, because a
     copy of the folder is another run: two learners of one name would take the servers'
     places from each other for ever.
     """
-    folder = f"-{run_dir.stat().st_ino:x}"
+    found = run_dir.stat()
+    folder = f"-{found.st_dev:x}-{found.st_ino:x}"
     known = recorded.get("run_id", "")
     return known if known.endswith(folder) else secrets.token_hex(8) + folder
 

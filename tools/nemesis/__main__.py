@@ -22,6 +22,7 @@ FIGURES: dict[str, list[str] | None] = {
     "signals": ["--count", "4"],
     "actors": ["--kills", "10"],
     "memory": ["--kills", "3"],
+    "storage": ["--count", "1"],
     "hostile": ["--seconds", "60"],
     "leftovers": ["--count", "4"],
     "learning": None,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from core import checkpoint
@@ -34,8 +34,14 @@ CONNECTING = {"monobeast": "Preflight: cores", "polybeast": "Environments 0 to"}
 class Program:
     """A running `python -m <module>`, training run x. Kills its family at the end."""
 
-    def __init__(self, module: str, folder: Path, *flags: str):
-        """Start it, with a folder for its run, its output and its temporary files."""
+    def __init__(
+        self, module: str, folder: Path, *flags: str, prefix: Sequence[str] = ()
+    ):
+        """Start it, with a folder for its run, its output and its temporary files.
+
+        Args:
+          prefix: the words of a command that executes the program.
+        """
         self.module = module
         self.run_dir = folder / "runs" / "x"
         self.checkpoints = self.run_dir / "checkpoints"
@@ -47,7 +53,7 @@ class Program:
         command = [sys.executable, "-m", module, "--savedir", str(folder / "runs")]
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--xpid", "x", *flags],
+                [*prefix, *command, "--xpid", "x", *flags],
                 cwd=REPOSITORY,
                 env={**os.environ, **mark, "TMPDIR": str(self.temporary)},
                 stdin=subprocess.DEVNULL,
