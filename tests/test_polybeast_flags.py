@@ -298,7 +298,7 @@ def test_addresses_are_a_comma_list_with_ranges(text, expected):
         ("host:0", "ports from 1 to 65535"),
         ("host:0-3", "ports from 1 to 65535"),
         ("a:1-3,a:3", "a:3 twice"),
-        ("unix:/a,unix:/a", "'unix:/a' twice"),
+        ("unix:/a,unix:/a", "unix:/a twice"),
     ],
 )
 def test_addresses_that_are_none_are_named(text, said, capsys):
