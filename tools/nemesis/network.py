@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers cut off, frozen and reset: how soon is it noticed, and all well again?
 
-Servers and learner speak TCP through proxies, with `--keepalive_s 1` on both sides.
+Servers and learner speak TLS through proxies, with `--keepalive_s 1` on both sides.
 A blackhole is a proxy that stops forwarding while all sockets stay open, a freeze a
-SIGSTOP of the server's process, a reset an RST to both ends. `noticed_s` counts from
-the beginning of a fault, `back_s` from its end to the next step of that server. Every
-rollout is checked by arithmetic meanwhile.
+SIGSTOP of the server's process, a reset an RST to both ends, a flip one bit of what is
+forwarded, a half-close a FIN to one end while the other's way stays open. `noticed_s`
+counts from the beginning of a fault, `back_s` from its end to the next step of that
+server. Every rollout is checked by arithmetic meanwhile.
 """
 
 import argparse
+import contextlib
 import random
 import signal
+import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 
+from core import tls
+from tools.certs import main as make_certs
 from tools.nemesis import playground
 from tools.nemesis.proxy import Proxies
 from tools.nemesis.result import Result, spread
 
 KEEPALIVE_S = 1.0
 LONGEST_S = 6.0  # After it was noticed: attempts to connect fail, too.
+KINDS = ("blackholes", "freezes", "resets", "flips", "half_closes")
 NOTICED_S, BACK_S = 3.0, 1.5  # At most.
 
 
@@ -27,21 +35,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blackholes", type=int, default=50)
     parser.add_argument("--freezes", type=int, default=50)
     parser.add_argument("--resets", type=int, default=50)
+    parser.add_argument("--flips", type=int, default=50)
+    parser.add_argument("--half_closes", type=int, default=50)
     parser.add_argument("--num_servers", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
 
 
 def measure(flags: argparse.Namespace) -> Result:
     rng = random.Random(flags.seed)
-    asked = {kind: getattr(flags, kind) for kind in ("blackholes", "freezes", "resets")}
+    asked = {kind: getattr(flags, kind) for kind in KINDS}
     kinds = [kind for kind, count in asked.items() for _ in range(count)]
     rng.shuffle(kinds)
     argv = ["--server_address", "127.0.0.1:0", "--keepalive_s", str(KEEPALIVE_S)]
     with (
-        playground.Servers(flags.num_servers, *argv) as servers,
+        certificates() as certs,
+        playground.Servers(
+            flags.num_servers, *argv, "--tls_dir", f"{certs}/127.0.0.1"
+        ) as servers,
         Proxies(servers.addresses) as proxies,
         playground.play(
-            servers, proxies.addresses, seed=flags.seed, keepalive_s=KEEPALIVE_S
+            servers,
+            proxies.addresses,
+            seed=flags.seed,
+            keepalive_s=KEEPALIVE_S,
+            tls=tls.read(f"{certs}/learner", is_server=False),
         ) as learner,
     ):
 
@@ -51,7 +68,13 @@ def measure(flags: argparse.Namespace) -> Result:
             elif fault.kind == "freezes":
                 servers.signal(fault.server, signal.SIGSTOP)
             else:
-                proxies.reset(fault.server)
+                if fault.kind == "flips":
+                    proxies.flip(fault.server)
+                elif fault.kind == "half_closes":
+                    to_server = rng.random() < 0.5
+                    proxies.half_close(fault.server, to_server=to_server)
+                else:
+                    proxies.reset(fault.server)
                 fault.ended = time.monotonic()
 
         def end(fault: playground.Fault) -> None:
@@ -83,3 +106,12 @@ def measure(flags: argparse.Namespace) -> Result:
             f"back from {kind} after {back} s, expected {BACK_S} at most",
         )
     return found
+
+
+@contextlib.contextmanager
+def certificates() -> Iterator[str]:
+    """Yield a folder; without TLS only TCP's checksum tells that a bit has flipped."""
+    with tempfile.TemporaryDirectory(prefix="nemesis-") as certs:
+        with contextlib.redirect_stdout(sys.stderr):
+            make_certs(["--hosts", "127.0.0.1", "--out", certs])
+        yield certs

@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import random
 import socket
 import struct
 import threading
@@ -45,6 +46,14 @@ class Proxies:
         """Forward again, and all that was held up."""
         self._call(self._proxies[i].mend())
 
+    def flip(self, i: int) -> None:
+        """Flip a bit of what comes next, in whichever direction."""
+        self._call(self._proxies[i].flip())
+
+    def half_close(self, i: int, *, to_server: bool) -> None:
+        """Say to one end of each connection that the other sends no more."""
+        self._call(self._proxies[i].half_close(to_server))
+
     def reset(self, i: int) -> None:
         """Reset all connections, at both ends."""
         self._call(self._proxies[i].reset())
@@ -59,6 +68,8 @@ class _Proxy:
         self._whole.set()
         self._tasks: set[asyncio.Task] = set()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._to_server: set[asyncio.StreamWriter] = set()  # Of those.
+        self._flips = 0  # Still to be done.
 
     async def start(self) -> str:
         self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
@@ -77,6 +88,14 @@ class _Proxy:
 
     async def mend(self) -> None:
         self._whole.set()
+
+    async def flip(self) -> None:
+        self._flips += 1
+
+    async def half_close(self, to_server: bool) -> None:
+        for writer in self._writers:
+            if (writer in self._to_server) == to_server and not writer.is_closing():
+                writer.write_eof()
 
     async def reset(self) -> None:
         for writer in self._writers:
@@ -99,6 +118,7 @@ class _Proxy:
             there, out = await asyncio.open_connection(host, int(port))
             writers.append(out)
             self._writers.update(writers)
+            self._to_server.add(out)
             # An end that closes is closed at the other end too, when it is heard of.
             pumps = [self._pump(reader, out), self._pump(there, writer)]
             await asyncio.gather(*pumps, return_exceptions=True)
@@ -108,12 +128,19 @@ class _Proxy:
             for each in writers:
                 each.close()
                 self._writers.discard(each)
+                self._to_server.discard(each)
             self._tasks.discard(task)
 
     async def _pump(self, reader, writer) -> None:
-        with contextlib.suppress(OSError):
+        # RuntimeError: half_close() came between.
+        with contextlib.suppress(OSError, RuntimeError):
             while data := await reader.read(CHUNK):
                 await self._whole.wait()
+                if self._flips:
+                    self._flips -= 1
+                    i = random.randrange(len(data))
+                    flipped = data[i] ^ 1 << random.randrange(8)
+                    data = data[:i] + bytes([flipped]) + data[i + 1 :]
                 writer.write(data)
                 await writer.drain()
             await self._whole.wait()
