@@ -1275,14 +1275,14 @@ def describe(
     flags: argparse.Namespace, run_dir: Path, spaces: Spaces, learner: Learner
 ) -> None:
     """Say at the start what is about to run."""
-    num = sum(p.numel() for p in learner.net.parameters())
+    torso = getattr(learner.net, "torso", learner.net)  # A fork's Net may have none.
     log.info("Run %s in %s, seed %d", flags.xpid, run_dir, flags.seed)
     log.info("Environment %s: %s, %s", flags.env, spaces.observation, spaces.action)
     log.info(core.flags.describe_actors(flags))
     log.info(
         "Network %s, %d parameters, on %s",
-        type(learner.net.torso).__name__ + (" + LSTM" if flags.use_lstm else ""),
-        num,
+        type(torso).__name__ + (" + LSTM" if flags.use_lstm else ""),
+        sum(p.numel() for p in learner.net.parameters()),
         next(learner.net.parameters()).device,
     )
 

@@ -1145,13 +1145,13 @@ def describe(
     flags: argparse.Namespace, run_dir: Path, welcome: wire.Welcome, learner: Learner
 ) -> None:
     """Say at the start what is about to run."""
-    num = sum(p.numel() for p in learner.net.parameters())
+    torso = getattr(learner.net, "torso", learner.net)  # A fork's Net may have none.
     log.info("Run %s in %s, seed %d", flags.xpid, run_dir, flags.seed)
     log.info("Environment %s: %s, %s", welcome.env, welcome.observation, welcome.action)
     log.info(
         "Network %s, %d parameters, learning on %s, acting on %s",
-        type(learner.net.torso).__name__ + (" + LSTM" if flags.use_lstm else ""),
-        num,
+        type(torso).__name__ + (" + LSTM" if flags.use_lstm else ""),
+        sum(p.numel() for p in learner.net.parameters()),
         flags.learner_device,
         flags.actor_device,
     )

@@ -2,15 +2,22 @@
 """Learners written for TorchBeast in 2019 run unchanged on the extension."""
 
 import argparse
+import re
 import threading
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import libtorchbeast
-from core.supervise import start_thread
+import monobeast
+import nest
+import polybeast
+from core.supervise import Exit, start_thread
 from tests import old_fork_learner
 from tests.conftest import DEADLINE_S, wait_until
 
@@ -128,3 +135,61 @@ def test_a_truncated_episode_is_one_row_for_an_old_learner(flags):
         assert set(rows.episode_step.unique().tolist()) <= {1, 2, 3}
         begins = torch.where(rows.done[:-1], 0.0, rows.episode_return[:-1])
         assert torch.equal(rows.episode_return[1:], begins + rows.rewards[1:])
+
+
+# ---------------------------------------------------------------- docs/migrating.md
+
+
+class MovedNet(nn.Module):
+    """A network of 2019, with the five changes that docs/migrating.md names."""
+
+    def __init__(self, observation_space, action_space, **_):
+        super().__init__()
+        self.num_actions = int(action_space.n)
+        self.first_action = int(action_space.start)
+        self.bfloat16 = False
+        self.fc = nn.Linear(np.prod(observation_space.shape), 16)
+        self.core = nn.LSTM(16 + self.num_actions + 1, 16, 2)
+        self.policy = nn.Linear(16, self.num_actions)
+        self.baseline = nn.Linear(16, 1)
+
+    def initial_state(self, batch_size):
+        return tuple(torch.zeros(2, batch_size, 16) for _ in range(2))
+
+    def forward(self, inputs, core_state=()):
+        x = inputs["observation"]
+        T, B, *_ = x.shape
+        x = F.relu(self.fc(x.view(T * B, -1).float()))
+        last_action = F.one_hot(inputs["last_action"].view(T * B), self.num_actions)
+        reward = torch.clamp(inputs["reward"], -1, 1).view(T * B, 1)
+        x = torch.cat([x, reward, last_action.float()], dim=-1).view(T, B, -1)
+        outputs = []
+        for row, notdone in zip(x.unbind(), (~inputs["done"]).float().unbind()):
+            core_state = nest.map(notdone.view(1, -1, 1).mul, core_state)
+            output, core_state = self.core(row.unsqueeze(0), core_state)
+            outputs.append(output)
+        x = torch.flatten(torch.cat(outputs), 0, 1)
+        return dict(
+            policy_logits=self.policy(x).view(T, B, -1),
+            baseline=self.baseline(x).view(T, B),
+        ), core_state
+
+
+def test_a_moved_net_trains(monkeypatch, tmp_path):
+    monkeypatch.setattr(monobeast, "Net", MovedNet)
+    argv = ["--env", "Catch", "--serial", "--total_steps", "100", "--batch_size", "5"]
+    flags = monobeast.parse_flags(
+        [*argv, "--savedir", str(tmp_path), "--xpid", "moved"]
+    )
+    assert monobeast.train(flags) is Exit.DONE
+
+
+def test_the_page_on_migrating_tells_the_flags_and_their_defaults():
+    page = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
+    defaults = vars(polybeast.parse_flags([])) | vars(monobeast.parse_flags([]))
+    rows = re.findall(r"^\| `--(\w+)`[^|]*\|([^|]+)\|([^|]+)\|$", page, re.MULTILINE)
+    assert len(rows) > 10
+    for flag, _, now in rows:
+        assert (flag in defaults) == (not now.strip().startswith("gone")), flag
+        if now.strip().replace(".", "").isdecimal():
+            assert defaults[flag] == float(now), flag
