@@ -64,7 +64,16 @@ from torch import nn
 
 import atari_wrappers
 import core.flags
-from core import checkpoint, environment, evaluation, gpu, losses, metrics, rollouts
+from core import (
+    checkpoint,
+    environment,
+    evaluation,
+    gpu,
+    losses,
+    metrics,
+    rollouts,
+    terminal,
+)
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
 from core.run import (
@@ -79,6 +88,7 @@ from core.run import (
 )
 from core.spaces import ArraySpec, Nest, flat_ranges, leaves, map_nest, row_spec
 from core.supervise import (
+    STOP_SIGNALS,
     ConfigError,
     Exit,
     RestartBudget,
@@ -675,6 +685,7 @@ def act(
     buffers: rollouts.RolloutBuffers,
     weights: rollouts.SharedWeights,
     clocks: rollouts.SharedArrays,
+    output: connection.Connection,
 ) -> None:
     """Run one actor process: fill the buffers that the parent names, until it hangs up.
 
@@ -683,7 +694,8 @@ def act(
     """
     exit_with_parent()
     be_killed_first_for_memory()
-    for signum in (signal.SIGINT, signal.SIGTERM):  # The parent's to handle: it drains.
+    terminal.redirect_output(output)
+    for signum in STOP_SIGNALS:  # The parent's to handle: it drains.
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # A stall dumps the stacks.
@@ -784,7 +796,8 @@ class Actors:
         shape = ArraySpec((flags.num_actors,), np.dtype(np.float64))
         clocks = rollouts.SharedArrays({"clock": shape})
         self._clock = clocks.arrays["clock"]
-        self._args = (buffers, weights, clocks)
+        self._output = terminal.ChildOutput()
+        self._args = (buffers, weights, clocks, self._output.theirs)
         self._spaces = spaces
         self._incarnation = first_incarnation
         self._context = multiprocessing.get_context(flags.start_method)
@@ -818,6 +831,7 @@ class Actors:
         for slot in self.slots:
             if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
                 self._start(slot)
+        self._output.start()  # A thread: after the first actors, that may be forked.
 
     def _start(self, slot: ActorSlot) -> None:
         # The first actors may be forked: there are no threads yet. Later on a fork

@@ -72,7 +72,7 @@ import core.flags
 import libtorchbeast
 import nest
 import polybeast_env
-from core import environment, evaluation, gpu, losses, metrics, tls, wire
+from core import environment, evaluation, gpu, losses, metrics, terminal, tls, wire
 from core.dry_run import dry_run
 from core.recurrent import create_lstm, unroll_lstm
 from core.run import (
@@ -882,8 +882,6 @@ class LocalServers:
             stdin=subprocess.PIPE,  # It closes with this process, whatever ends it.
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
             start_new_session=True,
         )
         self._last_line = ""
@@ -902,13 +900,14 @@ class LocalServers:
             )
             self._process.kill()
             self._process.wait()
+        concurrent.futures.wait([self._reader], TICK_S)  # For their last words.
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _log_lines(self) -> None:
-        for line in self._process.stdout:
-            self._last_line = line.rstrip() or self._last_line
-            log.info("%s", line.rstrip())
+        for line in terminal.lines_of(self._process.stdout.fileno()):
+            self._last_line = line or self._last_line
+            log.info("%s", line)
 
     def check(self) -> None:
         """Raise if the servers have ended by themselves.

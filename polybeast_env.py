@@ -55,8 +55,9 @@ import gymnasium as gym
 import numpy as np
 
 import core.flags
-from core import environment, tls
+from core import environment, terminal, tls
 from core.supervise import (
+    STOP_SIGNALS,
     ConfigError,
     Exit,
     RestartBudget,
@@ -78,7 +79,6 @@ STREAMS_PER_SERVER = 2  # While one waits for its actions the other one steps.
 TICK_S = 0.2  # The main loop looks at signals and clocks at least this often.
 STOP_S = 1.5  # For goodbyes and close() when all end; then servers are killed.
 DELIVERED_STEPS = 20  # A server that dies before has achieved nothing: one rollout.
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 NICENESS = 5  # Of servers beside a learner; its inference threads are nicer still.
 OPEN_FILES = 65536  # As many as the system allows, up to this: learners may be many.
 
@@ -450,9 +450,11 @@ def serve_one(
     pipe: connection.Connection,
 ) -> None:
     """Be one server process, until SIGTERM or the end of the parent."""
-    # The parent ends its servers itself, after Ctrl-C too. Not SIG_IGN: what an
-    # environment starts would inherit that.
+    # The parent ends its servers itself, after Ctrl-C too, or when the terminal goes.
+    # Not SIG_IGN: what an environment starts would inherit that.
     signal.signal(signal.SIGINT, lambda *_: None)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # As `nohup` makes it.
+        signal.signal(signal.SIGHUP, lambda *_: None)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     exit_with_parent()
@@ -579,7 +581,13 @@ def setup_logging(flags: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = parse_flags(argv)
-    setup_logging(flags)
+    with terminal.never_waiting():
+        setup_logging(flags)
+        return exit_status(flags)
+
+
+def exit_status(flags: argparse.Namespace) -> Exit:
+    """Serve; return the exit status, having logged what went wrong."""
     try:
         return serve(flags)
     except ConfigError as error:

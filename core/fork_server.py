@@ -35,8 +35,10 @@ def end_with_program(listener: int, alive: int) -> None:
             os.rmdir(os.path.dirname(path))
         os._exit(0)
 
-    # Its own main ignores Ctrl-C, but not before all imports.
+    # Its own main ignores Ctrl-C, but not before all imports; and never the end of the
+    # terminal, which is the program's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # A signal that nobody else sends: a program that lives would miss the folder. It
     # comes again with the end of each of the program's threads.
     parent_ends = signal.SIGRTMIN

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from core import checkpoint, metrics
+from core import checkpoint, metrics, terminal
 from core.losses import ImpalaLoss
 from core.spaces import Nest, leaves, map_nest
 from core.supervise import (
@@ -493,6 +493,7 @@ class Run:
         for job in self._jobs.values():
             if job.done():
                 job.result()
+        sys.stderr.flush()  # What a slow terminal has not taken yet.
         now = time.monotonic()
         if now - self._last_log >= self.flags.log_interval_s:
             self._begin("log", self._write_row, stats)
@@ -743,20 +744,28 @@ def run_program(
 ) -> int:
     """Do what the command line asks for; return the exit status.
 
-    An error that the user can remove is one line, any other a traceback.
+    An error that the user can remove is one line, any other a traceback. A terminal
+    that stops reading does not stop the training.
     """
-    try:
-        flags = parse_flags(argv)
-        faulthandler.enable()
-        if flags.mode != "train":  # Ctrl-C closes environments and videos.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        return int(train(flags) if flags.mode == "train" else test(flags))
-    except (ConfigError, metrics.RunDirBusy, checkpoint.CheckpointMismatch) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return int(Exit.CONFIG)
-    except checkpoint.CheckpointError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return int(Exit.CHECKPOINT)
-    except Exception:
-        traceback.print_exc()
-        return int(Exit.INTERNAL)
+    with contextlib.ExitStack() as stack:
+        try:
+            flags = parse_flags(argv)
+            if flags.mode == "train":
+                stack.enter_context(terminal.never_waiting())
+            else:  # Ctrl-C closes environments and videos.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            faulthandler.enable(terminal.urgent_fd())
+            return int(train(flags) if flags.mode == "train" else test(flags))
+        except (
+            ConfigError,
+            metrics.RunDirBusy,
+            checkpoint.CheckpointMismatch,
+        ) as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return int(Exit.CONFIG)
+        except checkpoint.CheckpointError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return int(Exit.CHECKPOINT)
+        except Exception:
+            traceback.print_exc()
+            return int(Exit.INTERNAL)

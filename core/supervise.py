@@ -5,6 +5,7 @@ Small tools that both trainers use to keep one promise: a run makes progress, or
 with a checkpoint, a non-zero status and the reason.
 """
 
+import atexit
 import concurrent.futures
 import contextlib
 import ctypes
@@ -18,12 +19,15 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
+
+from core import terminal
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +58,21 @@ class StallError(Exception):
 DUPLICATE_S = 0.2
 
 
-class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a flag, and the second into an exit.
+# SIGHUP comes when the terminal goes, for instance with its ssh connection.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    A signal within DUPLICATE_S of the first is the same one, delivered twice. A context
-    manager for the main thread; the old handlers come back afterwards.
+
+class StopSignal:
+    """Turns the first of STOP_SIGNALS into a flag, and the second into an exit.
+
+    A signal within DUPLICATE_S of the first is the same one, delivered twice. So is any
+    SIGHUP that follows: kernel and shell send one each. A SIGHUP that is ignored
+    (`nohup`) stays so.
+
+    A context manager for the main thread. The old handlers come back afterwards; but
+    where a signal would have ended the process, it does so as a second one would: by
+    then a run has its checkpoint, and the status says so. While Python itself ends,
+    signals wait and do nothing.
     """
 
     def __init__(self) -> None:
@@ -67,23 +81,31 @@ class StopSignal:
         self._old: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignal":
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            self._old[signum] = signal.signal(signum, self._handle)
+        for signum in STOP_SIGNALS:
+            old = signal.getsignal(signum)
+            if not (signum == signal.SIGHUP and old == signal.SIG_IGN):
+                self._old[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for signum, handler in self._old.items():
-            signal.signal(signum, handler)
+            is_end = handler == signal.SIG_DFL
+            signal.signal(signum, _end_at_once if is_end else handler)
+        atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
 
     def _handle(self, signum: int, frame: object) -> None:
         now = time.monotonic()
-        if self.received is not None:
-            if now - self._received_at < DUPLICATE_S:
-                return
-            # Children follow: they watch for the end of this process.
-            os.write(2, b"\x1b[?25h\nSecond signal: exiting at once, no checkpoint.\n")
-            os._exit(128 + signum)
-        self.received, self._received_at = signal.Signals(signum), now
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(signum), now
+        elif now - self._received_at >= DUPLICATE_S and signum != signal.SIGHUP:
+            terminal.say_at_once(
+                "\x1b[?25h\nSecond signal: exiting at once, no checkpoint.\n"
+            )
+            _end_at_once(signum, frame)
+
+
+def _end_at_once(signum: int, frame: object) -> None:
+    os._exit(128 + signum)  # Children follow: they watch for the end of this process.
 
 
 def start_thread(
@@ -212,7 +234,7 @@ def kill_if_hung(name: str, process: Any, since: float, limit_s: float) -> bool:
 
 
 class Watchdog:
-    """Raises `StallError`, with every thread's stack on stderr, when nothing moves.
+    """Raises `StallError`, with every thread's stack in the log, when nothing moves.
 
     `progress` or `rest` is called on each tick of the main loop. Should the main loop
     itself hang, faulthandler's own thread, which needs no GIL, dumps the stacks after
@@ -259,7 +281,7 @@ class Watchdog:
 
     def _watch_main_loop(self) -> None:
         faulthandler.dump_traceback_later(
-            2 * self._limit_s + HANG_GRACE_S, exit=True, file=_stderr()
+            2 * self._limit_s + HANG_GRACE_S, exit=True, file=terminal.urgent_fd()
         )
 
     def close(self) -> None:
@@ -267,11 +289,17 @@ class Watchdog:
 
 
 def dump_stacks() -> None:
-    """Write to stderr what every thread does: Python's stacks, and all states."""
-    faulthandler.dump_traceback(file=_stderr(), all_threads=True)
-    for line in thread_states():
-        print(line, file=_stderr())
-    _stderr().flush()
+    """Log what every thread does: Python's stacks, and all states."""
+    with tempfile.TemporaryFile(dir=_memory_folder()) as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read().decode(errors="replace")
+    log.error("All stacks:\n%s%s", stacks, "\n".join(thread_states()))
+
+
+def _memory_folder() -> str | None:
+    """Return a folder for temporary files that a full disk does not concern."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def thread_states() -> Iterator[str]:
@@ -286,11 +314,6 @@ def thread_states() -> Iterator[str]:
             cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
             sleeps_in = (task / "wchan").read_text().strip("0") or "-"
             yield f"thread {task.name} {name}: {fields[0]} {sleeps_in}, CPU {cpu_s:g} s"
-
-
-def _stderr() -> Any:
-    # faulthandler needs a file descriptor, which a redirected sys.stderr may not have.
-    return sys.__stderr__ or sys.stderr
 
 
 def exit_with_parent() -> None:

@@ -42,6 +42,15 @@ def ended(processes: Iterable[psutil.Process]) -> bool:
     return True
 
 
+def fill(fd: int) -> None:
+    """Write into a pipe or terminal until it takes nothing more."""
+    again = os.open(f"/dev/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(again, b"x" * 100)
+    os.close(again)
+
+
 class Program:
     """A running `python -m <module>`, its output in a file."""
 

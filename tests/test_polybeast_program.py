@@ -26,7 +26,7 @@ from core import checkpoint, env_server
 from core.environment import env_seed
 from core.supervise import start_thread
 from core.toys import Catch
-from tests.conftest import DEADLINE_S, Program, ended, wait_until
+from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 
 REPOSITORY = Path(__file__).parents[1]
 ENDLESS = 10**9
@@ -223,28 +223,42 @@ def test_a_signal_ends_the_wait_for_servers_elsewhere(train, run_dir, folder):
     assert not run_dir.exists()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum):
-    """As a user would: the real program, and Ctrl-C in a terminal or `timeout`."""
-    command = [sys.executable, "-m", "polybeast", "--env", "Catch", *LOCAL]
-    command += ["--total_steps", ENDLESS, "--xpid", "x", "--savedir", tmp_path]
+    """As by Ctrl-C in a terminal, or by its end: the real program, as a user starts it.
+
+    The terminal has not read for a long time, and the environments talk a lot.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "polybeast",
+        "--env",
+        "tests.wrong_env:make_chatty",
+    ]
+    command += [*LOCAL, "--total_steps", ENDLESS, "--xpid", "x", "--savedir", tmp_path]
+    unread, stderr = os.pipe()
+    fill(stderr)
     with subprocess.Popen(
         [str(word) for word in command],
         cwd=REPOSITORY,
         start_new_session=True,  # A process group of its own, as a shell would make.
-        stderr=subprocess.PIPE,
-        text=True,
+        stdout=stderr,
+        stderr=stderr,
     ) as process:
+        os.close(stderr)
         try:
             wait_until(lambda: num_rows(tmp_path / "x") or process.poll() is not None)
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) == 1 + N
             os.killpg(process.pid, signum)
-            _, text = process.communicate(timeout=DEADLINE_S)
+            process.wait(DEADLINE_S)
         finally:
             process.kill()
+            os.close(unread)
+    text = (tmp_path / "x" / "out.log").read_text()
     assert process.returncode == 75, text
-    assert f"Stopped by {signum.name}" in text
+    assert f"Stopped by {signum.name}" in text and "chatter" in text
     assert f"{signum.name}: stopping" not in text  # The servers did not hear it.
     assert "Traceback" not in text
     assert ended(family)

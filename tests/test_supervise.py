@@ -89,7 +89,7 @@ def test_describe_exit_names_the_signal_or_the_status(exitcode, text):
 # ------------------------------------------------------------------------- StopSignal
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", supervise.STOP_SIGNALS)
 def test_the_first_signal_is_only_noted(signum):
     with StopSignal() as stop:
         assert stop.received is None
@@ -112,12 +112,46 @@ def test_a_signal_delivered_twice_counts_once():
     assert (done.returncode, done.stdout) == (0, "SIGINT\n"), done.stderr
 
 
-def test_the_old_handlers_come_back_afterwards():
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(signum) for signum in signals]
+def test_the_old_handlers_come_back_afterwards(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
     with StopSignal():
-        assert [signal.getsignal(signum) for signum in signals] != before
-    assert [signal.getsignal(signum) for signum in signals] == before
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before != signal.SIG_DFL
+
+
+@pytest.mark.parametrize("late, status", [(False, 130), (True, 75)])
+def test_a_signal_at_the_very_end_leaves_an_exit_status(late, status):
+    done = run_python(f"""
+        import atexit, signal, sys
+        from core.supervise import Exit, StopSignal
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        atexit.register(signal.raise_signal, signal.SIGINT)  # While Python ends.
+        with StopSignal():
+            signal.raise_signal(signal.SIGINT)
+        if not {late}:
+            signal.raise_signal(signal.SIGINT)
+        sys.exit(Exit.STOPPED)
+    """)
+    assert done.returncode == status, done.stderr
+
+
+def test_the_end_of_the_terminal_is_no_second_signal_and_nohup_is_respected():
+    done = run_python("""
+        import signal, types
+        from core import supervise
+        now = [1000.0]
+        supervise.time = types.SimpleNamespace(monotonic=lambda: now[0])
+        with supervise.StopSignal() as stop:
+            for _ in range(2):  # From the kernel and from the shell.
+                signal.raise_signal(signal.SIGHUP)
+                now[0] += 7 * supervise.DUPLICATE_S
+            print(stop.received.name)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with supervise.StopSignal() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            print(stop.received)
+    """)
+    assert (done.returncode, done.stdout) == (0, "SIGHUP\nNone\n"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -125,7 +159,7 @@ def test_the_old_handlers_come_back_afterwards():
     [
         ("SIGINT", "SIGINT", 130),
         ("SIGINT", "SIGTERM", 143),
-        ("SIGTERM", "SIGTERM", 143),
+        ("SIGHUP", "SIGTERM", 143),
     ],
 )
 def test_the_second_signal_exits_at_once_and_says_so(first, second, status):
@@ -234,7 +268,9 @@ def test_standing_still_up_to_the_limit_is_fine(watchdog, clock):
         watchdog.progress("step 3")
 
 
-def test_standing_still_any_longer_raises_and_shows_every_stack(watchdog, clock, capfd):
+def test_standing_still_any_longer_raises_and_shows_every_stack(
+    watchdog, clock, caplog
+):
     release = threading.Event()
 
     def stand_still():
@@ -251,7 +287,7 @@ def test_standing_still_any_longer_raises_and_shows_every_stack(watchdog, clock,
         thread.result(timeout=DEADLINE_S)
     for part in ("70 s", "--stall_timeout_s 70", "step 3"):
         assert part in str(caught.value)
-    stacks = capfd.readouterr().err
+    stacks = caplog.text
     assert "in stand_still" in stacks
     assert "in test_standing_still_any_longer" in stacks
 
@@ -328,10 +364,9 @@ def test_a_stall_may_be_waited_out_and_is_said_each_time(clock, caplog):
     for said in (1, 2, 3):
         clock.now += 70.5
         watchdog.progress("step 3")
-        assert len(caplog.records) == said
+        assert caplog.text.count("no progress for 70 s") == said
         watchdog.progress("step 3")  # At once again: nothing new.
-        assert len(caplog.records) == said
-    assert "no progress for 70 s" in caplog.text
+        assert caplog.text.count("no progress for 70 s") == said
     watchdog.close()
 
 

@@ -24,7 +24,7 @@ import torch
 import monobeast
 import polybeast
 from core import checkpoint, environment, run, supervise
-from tests.conftest import DEADLINE_S, Program, ended, wait_until
+from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 from tools.nemesis import programs
 
 REPOSITORY = Path(__file__).parents[1]
@@ -326,19 +326,31 @@ def test_ctrl_c_while_python_imports_ends_a_program_without_a_word(module):
     assert (process.returncode, text) == (-signal.SIGINT, "")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum):
-    """As Ctrl-C in a terminal does, and `timeout`."""
-    command = [sys.executable, "-m", "monobeast", "--env", "Catch", *ASYNC]
-    command += ["--start_method", "forkserver", "--total_steps", ENDLESS]
+    """As by Ctrl-C in a terminal, or by its end.
+
+    The terminal has not read for a long time, and the environments talk a lot.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "monobeast",
+        "--env",
+        "tests.wrong_env:make_chatty",
+    ]
+    command += [*ASYNC, "--start_method", "forkserver", "--total_steps", ENDLESS]
     command += ["--xpid", "x", "--savedir", tmp_path]
+    unread, stderr = os.pipe()
+    fill(stderr)
     with subprocess.Popen(
         [str(word) for word in command],
         cwd=REPOSITORY,
         start_new_session=True,  # A process group of its own, as a shell would make.
-        stderr=subprocess.PIPE,
-        text=True,
+        stdout=stderr,
+        stderr=stderr,
     ) as process:
+        os.close(stderr)
         try:
             wait_until(
                 lambda: num_rows(tmp_path / "x") >= 3 or process.poll() is not None
@@ -346,11 +358,13 @@ def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum)
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) >= 5  # Three actors, fork server, resource tracker.
             os.killpg(process.pid, signum)
-            _, text = process.communicate(timeout=DEADLINE_S)
+            process.wait(DEADLINE_S)
         finally:
             process.kill()
+            os.close(unread)
+    text = (tmp_path / "x" / "out.log").read_text()
     assert process.returncode == 75, text
-    assert f"Stopped by {signum.name}" in text
+    assert f"Stopped by {signum.name}" in text and "chatter" in text
     assert "Traceback" not in text
     wait_until(lambda: ended(family))
 
@@ -696,7 +710,9 @@ def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path, env):
     assert program.wait() == 0, program.text()
     text = program.text()
     assert "call of its environment has taken 1 s (--env_step_timeout_s)" in text
-    assert re.search(r"Current thread .*\n(  File .*\n)*  File .*fault_env.py", text)
+    assert re.search(
+        r"Current thread .*\n(.*  File .*\n)*.*  File .*fault_env.py", text
+    )
     assert int(log_rows(tmp_path / "runs" / "x")[-1]["actor_restarts"]) >= 1
 
 

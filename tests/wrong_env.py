@@ -4,6 +4,7 @@
 Imports as little as environment servers do, so that they start as fast.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -54,3 +55,15 @@ def make_never() -> Wrong:
     os.write(2, b"about to hang\n")
     time.sleep(1e6)  # Until killed.
     raise AssertionError
+
+
+def make_chatty() -> Wrong:
+    """A megabyte to stdout, as from a C library, with every 50th step."""
+    count = itertools.count()
+
+    def talk(result):
+        if next(count) % 50 == 0:
+            os.write(1, b"chatter\n" + bytes(1 << 20) + b"\n")
+        return result
+
+    return Wrong(talk)
