@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -538,13 +538,15 @@ Server(counting_env.make, sys.argv[1], num_envs={K}, num_streams=2).run()
 class EvilServer:
     """A gRPC server that says to everybody what it is told to."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, num_threads: int = 8):
         self.address = address
         self.messages: Sequence[bytes] = ()
+        # In their place: what to say to each stream, which then ends.
+        self.forge: Callable[[], Iterable[bytes]] | None = None
         self.status: tuple[grpc.StatusCode, bytes] | None = None
         self.description = b""
         self.compression = grpc.Compression.NoCompression
-        self._server = grpc.server(futures.ThreadPoolExecutor(8))
+        self._server = grpc.server(futures.ThreadPoolExecutor(num_threads))
         handlers = {
             "Stream": grpc.stream_stream_rpc_method_handler(self._stream),
             "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
@@ -564,6 +566,9 @@ class EvilServer:
     def _stream(self, requests: Any, context: Any) -> Any:
         next(requests)
         context.set_compression(self.compression)
+        if self.forge is not None:
+            yield from self.forge()
+            return
         yield from self.messages
         if self.status is not None:
             context.set_code(self.status[0])

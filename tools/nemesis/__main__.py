@@ -34,7 +34,7 @@ FIGURES: dict[str, list[str] | None] = {
     "actors": ["--kills", "10"],
     "memory": ["--kills", "3"],
     "storage": ["--count", "1"],
-    "hostile": ["--seconds", "60"],
+    "hostile": ["--seconds", "60", "--messages", "1000"],
     "leftovers": ["--count", "4"],
     "learning": None,
     "soak": None,

@@ -2,26 +2,29 @@
 """Hostile messages against a server and a learner, then random ones.
 
 The corpus of tests/hostile.py is played in both directions, each time beside an honest
-peer. Then everything that reads what strangers send is fuzzed: the C++ under
-AddressSanitizer and UBSan, and the Python (tools/fuzz.py), a minute each in turn until
-there are --executions; or once, for --seconds in all.
+peer. A learner is sent --messages: damaged rows on many streams at once, an honest
+server among them. Then everything that reads what strangers send is fuzzed: the C++
+under AddressSanitizer and UBSan, and the Python (tools/fuzz.py), a minute each in turn
+until there are --executions; or once, for --seconds in all.
 
 Deaths, sanitizer reports, wrong answers: none of any.
 """
 
 import argparse
+import random
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests import hostile
 from tools.nemesis.result import REPOSITORY, Result
 
 TURN_S = 60.0
+NUM_EVIL = 50  # Streams to a server that sends damaged rows.
 FUZZERS = REPOSITORY / "csrc" / "tests"
 # Each target, and the words that start it with a limit of seconds and a seed.
 TARGETS: dict[str, Callable[[float, int], list[str]]] = {
@@ -45,6 +48,9 @@ TARGETS: dict[str, Callable[[float, int], list[str]]] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--messages", type=int, default=10_000, help="damaged ones to a learner"
+    )
+    parser.add_argument(
         "--executions", type=int, default=10**6, help="of all fuzzers together"
     )
     parser.add_argument(
@@ -54,6 +60,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(flags: argparse.Namespace) -> Result:
     cases, wrong, deaths = play_corpus()
+    sent, more = storm_learner(flags.messages)
+    wrong += more
     executions: Counter[str] = Counter()
     edges: dict[str, int] = {}
     reports = []
@@ -70,11 +78,12 @@ def measure(flags: argparse.Namespace) -> Result:
         if reports or flags.seconds or executions.total() >= flags.executions:
             break
     found = Result(
-        injected={**cases, "executions": executions.total()},
+        injected={**cases, "damaged rows": sent, "executions": executions.total()},
         asked={
             "messages to servers": len(hostile.TO_SERVER),
             "messages to learners": len(hostile.TO_LEARNER),
             "descriptions": len(hostile.TO_DESCRIBE),
+            "damaged rows": flags.messages,
             "executions": 1 if flags.seconds else flags.executions,
         },
         figures={
@@ -122,6 +131,62 @@ def play_corpus() -> tuple[Counter[str], list[str], int]:
             learner.close()
             evil.stop()
     return played, wrong, deaths
+
+
+def storm_learner(count: int) -> tuple[int, list[str]]:
+    """Send a learner so many damaged rows; return how many, and what went wrong."""
+    rng = random.Random(0)
+    sent, wrong = 0, []
+    with tempfile.TemporaryDirectory(prefix="tb") as folder:
+        victim, learner = hostile.Victim(folder), hostile.Learner()
+        evil = hostile.EvilServer(f"unix:{folder}/e", num_threads=2 * NUM_EVIL)
+        honest = hostile.Honest(hostile.describe(victim.address))
+
+        def forge() -> Iterator[bytes]:
+            nonlocal sent
+            yield honest.greeting()
+            for seq in range(rng.randrange(3)):
+                yield honest.step(seq)
+            sent += 1
+            yield damage(rng, honest.step(rng.randrange(4)))
+
+        evil.forge = forge
+        request = {
+            "play": [victim.address, *[evil.address] * NUM_EVIL],
+            **{"evil": evil.address, "said": ".", "times": 10 * NUM_EVIL},
+        }
+        try:
+            while sent < count and not wrong:
+                answer = learner(**request)
+                received, *rest = answer["ledger"]
+                if answer["error"] or received != sum(rest):
+                    wrong.append(f"damaged rows: {answer['error']} {answer['ledger']}")
+                if not all(map(hostile.is_printable, answer["events"])):
+                    wrong.append("damaged rows: an event that cannot be printed")
+                if answer["honest_steps"] == 0:
+                    wrong.append("damaged rows: the honest server made no step")
+        except Exception as error:  # Its death, or a time limit.
+            wrong.append(f"damaged rows: {type(error).__name__}: {error!s:.500}")
+        finally:
+            victim.close()
+            learner.close()
+            evil.stop()
+    return sent, wrong
+
+
+def damage(rng: random.Random, message: bytes) -> bytes:
+    data = bytearray(message)
+    at = rng.randrange(len(data))
+    match rng.randrange(4):
+        case 0:
+            data[at] ^= 1 << rng.randrange(8)
+        case 1:
+            del data[at:]
+        case 2:
+            data[at:at] = rng.randbytes(rng.randrange(1, 20))
+        case 3:
+            data[at : at + 8] = rng.randbytes(8)
+    return bytes(data)
 
 
 def fuzz(name: str, command: list[str]) -> tuple[int, dict[str, int], list[str]]:
