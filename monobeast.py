@@ -68,6 +68,7 @@ from core import (
     checkpoint,
     environment,
     evaluation,
+    fork_server,
     gpu,
     losses,
     metrics,
@@ -855,6 +856,7 @@ class Actors:
         )
         self._incarnation += 1
         self._clock[slot.actor_id] = 0.0
+        fork_server.keep_going()
         try:
             process.start()
         except (OSError, EOFError) as error:
@@ -949,6 +951,7 @@ class Actors:
                     self._hand_out()
                     self._changed.notify_all()
         except (EOFError, OSError):
+            fork_server.keep_going()  # Who tells of the end of what it has forked.
             with self._changed:  # The process is ending; its sentinel comes next.
                 slot.pipe.close()
                 slot.pipe = None
@@ -1037,6 +1040,7 @@ class Actors:
                 if slot.pipe is not None:
                     slot.pipe.close()
                     slot.pipe = None
+        fork_server.keep_going()
         processes = [s.process for s in self.slots if s.process is not None]
         deadline = time.monotonic() + ACTOR_EXIT_S
         for process in processes:

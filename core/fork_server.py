@@ -7,16 +7,21 @@ By itself it waits for the end of the last process that it forked. One that hang
 code never notices that its program was killed, and both stay for ever. So does, after
 any kill, the socket's folder. Here the kernel tells the fork server (Linux only), and
 ends its children with it: they asked for that (`core.supervise.exit_with_parent`).
+
+In the program `keep_going` continues a fork server that was stopped: one can neither
+start processes nor tell of their ends.
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import select
 import signal
 import socket
 import sys
+from multiprocessing import forkserver
+
+from core.supervise import continue_if_stopped, send_at_parents_end
 
 # How multiprocessing starts it: `python -c "... main(listener, alive, ..."`, with two
 # file descriptors: its socket, and a pipe that closes with the last of its clients.
@@ -28,7 +33,9 @@ def end_with_program(listener: int, alive: int) -> None:
     with socket.socket(fileno=os.dup(listener)) as duplicate:
         path = duplicate.getsockname()
 
-    def end(*_: object) -> None:
+    program = os.getppid()
+
+    def end() -> None:
         # The folder may be that of a process above the program, and in use.
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -39,17 +46,22 @@ def end_with_program(listener: int, alive: int) -> None:
     # terminal, which is the program's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # A signal that nobody else sends: a program that lives would miss the folder. It
-    # comes again with the end of each of the program's threads.
-    parent_ends = signal.SIGRTMIN
-    signal.signal(parent_ends, end)
+    # It continues a stopped process, too. A shell also sends it, and it comes with the
+    # end of each of the program's threads.
+    signal.signal(signal.SIGCONT, lambda *_: end() if os.getppid() != program else None)
     os.register_at_fork(
-        after_in_child=lambda: signal.signal(parent_ends, signal.SIG_DFL)
+        after_in_child=lambda: signal.signal(signal.SIGCONT, signal.SIG_DFL)
     )
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(parent_ends))
+    send_at_parents_end(signal.SIGCONT)
     if select.select([alive], [], [], 0)[0]:  # It ended before that.
         end()
+
+
+def keep_going() -> None:
+    """Continue this process's fork server, if it has one, should it be stopped."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # No public name.
+    if pid is not None:
+        continue_if_stopped("The fork server", pid)
 
 
 # Not in any other process that imports this.

@@ -316,6 +316,25 @@ def thread_states() -> Iterator[str]:
             yield f"thread {task.name} {name}: {fields[0]} {sleeps_in}, CPU {cpu_s:g} s"
 
 
+def send_at_parents_end(signum: int) -> None:
+    """Let the kernel send this process a signal when its parent ends. Linux only.
+
+    SIGKILL and SIGCONT reach a process that somebody has stopped (SIGSTOP), too.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signum))
+
+
+def continue_if_stopped(name: str, pid: int) -> None:
+    """Continue a process that this one depends on, should it be stopped. Linux only."""
+    with contextlib.suppress(OSError):  # It has ended, or there is no /proc.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "T":
+            log.warning("%s (process %d) was stopped; continuing it", name, pid)
+            os.kill(pid, signal.SIGCONT)
+
+
 def exit_with_parent() -> None:
     """Make this child process end when its parent ends, kill -9 included.
 
@@ -324,9 +343,7 @@ def exit_with_parent() -> None:
     """
     parent = parent_process()
     assert parent is not None, "called in a process without a parent"
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+    send_at_parents_end(signal.SIGKILL)
 
     def wait() -> None:
         connection.wait([parent.sentinel])

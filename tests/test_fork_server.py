@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tools.nemesis.programs import FLAGS, SIZES, Program, wait_for, workplace
@@ -26,17 +27,24 @@ def fork_server(program: Program) -> int:
     return pid
 
 
-def test_a_killed_run_leaves_nothing_though_its_actors_hang_in_c(folder):
+def test_a_killed_run_leaves_nothing_though_all_is_hung_or_stopped(folder):
+    """The actors hang in C."""
     flags = [*FLAGS, *SIZES["monobeast"], "--env", "tools.nemesis.faulty:make_hanging"]
     with Program("monobeast", folder, *flags, "--disable_checkpoint") as program:
         program.wait_for(lambda: "about to hang" in program.text())
         assert program.leftovers(), "it looks in the wrong place"
+        os.kill(fork_server(program), signal.SIGSTOP)
         program.process.kill()
         program.wait()
         wait_for(lambda: not program.leftovers())
 
 
-def test_a_run_survives_the_end_of_its_fork_server(folder):
+def actors(program: Program) -> list[int]:
+    """Return the fork server's children."""
+    return [p.pid for p in psutil.Process(fork_server(program)).children()]
+
+
+def test_a_run_survives_the_end_of_its_fork_server_and_that_it_is_stopped(folder):
     flags = [*FLAGS, *SIZES["monobeast"], "--disable_checkpoint"]
     with Program("monobeast", folder, *flags) as program:
         program.wait_for(lambda: program.rows() > 3)
@@ -44,6 +52,13 @@ def test_a_run_survives_the_end_of_its_fork_server(folder):
         program.wait_for(lambda: "restarting it" in program.text())
         rows = program.rows()
         program.wait_for(lambda: program.rows() > rows + 3)
+        restarts = program.text().count("restarting it")
+        victim = actors(program)[0]
+        os.kill(fork_server(program), signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        program.wait_for(lambda: program.text().count("restarting it") > restarts)
+        assert "The fork server (process" in program.text()
+        os.kill(fork_server(program), signal.SIGSTOP)
         program.process.terminate()
         assert program.wait() == 75, program.text()
         wait_for(lambda: not program.leftovers())
