@@ -89,9 +89,11 @@ from core.spaces import ArraySpec, Nest, flat_ranges, leaves, map_nest, row_spec
 from core.supervise import (
     ConfigError,
     Exit,
+    RestartBudget,
     StopSignal,
     Watchdog,
     available_memory,
+    continue_if_stopped,
     describe_exit,
     join_threads,
     keep_freed_memory,
@@ -875,17 +877,24 @@ class LocalServers:
         self.addresses = tuple(f"{basename}.{i}" for i in range(flags.num_servers))
         command += core.flags.to_argv(flags, core.flags.SERVER_FLAGS)
         command += ["--pipes_basename", basename]
+        self._command = command
+        self._budget = RestartBudget()
+        self._delivered = 0  # Steps, when the present supervisor started.
+        self._restart_at: float | None = None  # Monotonic; None while it runs.
+        self._last_line = ""
+        self._start()
+
+    def _start(self) -> None:
         # A session of its own: Ctrl-C is for this process, which then ends theirs. And
         # Linux shares the cores out by sessions first: that suits both.
         self._process = subprocess.Popen(
-            command,
+            self._command,
             stdin=subprocess.PIPE,  # It closes with this process, whatever ends it.
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._last_line = ""
-        self._reader = start_thread("env-servers", self._log_lines)
+        self._reader = start_thread("env-servers", self._log_lines, self._process)
 
     def __enter__(self) -> "LocalServers":
         return self
@@ -904,27 +913,47 @@ class LocalServers:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _log_lines(self) -> None:
-        for line in terminal.lines_of(self._process.stdout.fileno()):
+    def _log_lines(self, process: subprocess.Popen) -> None:
+        for line in terminal.lines_of(process.stdout.fileno()):
             self._last_line = line or self._last_line
             log.info("%s", line)
 
-    def check(self) -> None:
-        """Raise if the servers have ended by themselves.
+    def check(self, received: int = 0) -> None:
+        """Replace the servers' supervisor if it was killed; servers end with theirs.
+
+        Args:
+          received: steps that have come from the servers so far.
 
         Raises:
           ConfigError: they cannot serve this environment.
-          RuntimeError: they failed.
+          RuntimeError: they failed, or the supervisor was killed too often.
         """
+        if self._restart_at is not None:
+            if time.monotonic() >= self._restart_at:
+                self._restart_at = None
+                self._start()
+            return
+        continue_if_stopped("The supervisor of the servers", self._process.pid)
         status = self._process.poll()
         if status is None:
             return
         concurrent.futures.wait([self._reader], TICK_S)
         if status in (Exit.CONFIG, Exit.USAGE):
             raise ConfigError(self._last_line)
-        raise RuntimeError(
-            f"the environment servers ended ({describe_exit(status)}); their last "
-            f"words: {self._last_line}"
+        if received >= self._delivered + polybeast_env.DELIVERED_STEPS:
+            self._budget.delivered()
+            self._delivered = received
+        wait_s = self._budget.died() if status <= 0 else None
+        if wait_s is None:
+            raise RuntimeError(
+                f"the environment servers ended ({describe_exit(status)}); their last "
+                f"words: {self._last_line}"
+            )
+        self._restart_at = time.monotonic() + wait_s
+        log.warning(
+            "The environment servers ended (%s); starting them again in %.1f s",
+            describe_exit(status),
+            wait_s,
         )
 
 
@@ -1273,11 +1302,11 @@ def train_async(
                     threads.values(), TICK_S, concurrent.futures.FIRST_COMPLETED
                 )
                 raise_failures(threads)
-                if servers is not None:
-                    servers.check()
                 for last_event in actors.take_events():
                     log.warning("%s", last_event)
                 stats = actors.stats()
+                if servers is not None:
+                    servers.check(stats["received"])
                 servers_s = [s["env_s"] for s in stats["addresses"].values()]
                 learner.busy.add("env", sum(servers_s) - env_s, workers=len(servers_s))
                 env_s = sum(servers_s)

@@ -68,6 +68,7 @@ from core.supervise import (
     kill_if_hung,
     let_learner_go_first,
     num_cores,
+    send_at_parents_end,
 )
 
 log = logging.getLogger("polybeast_env")
@@ -525,6 +526,8 @@ def serve(flags: argparse.Namespace) -> Exit:
         import atari_wrappers  # noqa: F401  # Once, for all servers.
 
     parent = [sys.stdin.fileno()] if flags.with_parent else []
+    if flags.with_parent:
+        send_at_parents_end(signal.SIGCONT)  # Should somebody have stopped this.
     with StopSignal() as stop, Servers(flags, addresses, stop) as servers:
         said = False
         while stop.received is None:

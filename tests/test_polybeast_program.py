@@ -412,20 +412,26 @@ def test_a_server_that_always_dies_ends_the_run_with_its_last_words(train, run_d
     load(run_dir)
 
 
-def test_the_end_of_all_local_servers_ends_the_run(train, run_dir):
+def test_killed_and_stopped_supervisors_of_servers_cost_no_run(train, run_dir):
     program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
     program.wait_for(lambda: num_rows(run_dir))
-    family, servers = program.family(), servers_of(program)
-    sockets = socket_folder(servers)
-    servers.kill()
-    assert program.wait() == 70, program.text()
-    assert (
-        "the environment servers ended (killed by SIGKILL)"
-        in (program.text().splitlines()[-1])
-    )
-    assert load(run_dir).step >= BATCH
-    wait_until(lambda: ended(family))
-    assert not sockets.exists()
+    old, first = program.family(), servers_of(program)
+    sockets = socket_folder(first)
+    first.kill()
+    program.wait_for_text("ended (killed by SIGKILL); starting them again")
+    program.wait_for(lambda: program.text().count("Serving Catch") == 2)
+    wait_until(lambda: ended(old))
+    rows = num_rows(run_dir)
+    program.wait_for(lambda: num_rows(run_dir) > rows + 2)
+
+    servers_of(program).suspend()
+    program.wait_for_text("The supervisor of the servers (process")
+    os.kill(program.pid, signal.SIGSTOP)  # So that it does not continue these.
+    family = program.family()
+    for process in family:
+        process.suspend()
+    program.kill()
+    wait_until(lambda: ended(family) and not sockets.exists())
 
 
 def test_rollouts_that_cannot_fit_into_memory_are_refused_at_the_start(train, run_dir):
