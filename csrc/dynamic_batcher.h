@@ -97,7 +97,8 @@ inline void fail_all(const std::vector<Request>& requests,
 }  // namespace internal
 
 // Inputs of several computes, to be answered together. Thread-safe.
-//   inputs       the joined inputs; a single compute's are not copied.
+//   inputs       the joined inputs: always a copy, so that a model may write to
+//                them. Nobody else reads them.
 //   set_outputs  answers each compute with its own rows, in this thread. The
 //                outputs may have any structure; every leaf has the batch's
 //                rows along `batch_dim`. Throws std::invalid_argument naming
@@ -372,9 +373,7 @@ inline std::shared_ptr<Batch> DynamicBatcher::get_batch() {
     return nullptr;
   }
   // Should there be no memory, the batch is dropped, and its computes are told.
-  batch->inputs_ = nests.size() == 1
-                       ? std::move(items.front().nest)
-                       : concatenate(nests, options_.batch_dim, *buffers_);
+  batch->inputs_ = concatenate(nests, options_.batch_dim, *buffers_);
   return batch;
 }
 

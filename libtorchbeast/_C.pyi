@@ -162,7 +162,7 @@ class Batch:
     """The joined inputs of several `compute`. Dropped: AsyncError in all of them."""
 
     def get_inputs(self) -> Any:
-        """Return the inputs `[.., rows, ..]`. Does not block."""
+        """Return a copy of the inputs `[.., rows, ..]`. Does not block."""
     def set_outputs(self, outputs: Any) -> None:
         """Hand each caller its rows of a nest of arrays `[.., rows, ..]`.
 

@@ -467,6 +467,30 @@ TEST(a_pool_stops_while_agents_answer) {
   }
 }
 
+TEST(an_agent_may_write_to_its_inputs) {
+  Rig rig;
+  rig.start();
+  Checker checker(3);
+  // Two lives: they begin with the same state. Batches are of one request.
+  for (int64_t life = 0; life < 2; ++life) {
+    Player player(rig.network->accept(), 3);
+    player.greet();
+    for (int64_t n = 0; n < 2 * kT + 1; ++n) {
+      player.step();
+      const auto batch = rig.batcher->get_batch();
+      Nest outputs = answer(batch->inputs());
+      for (const Array& leaf : batch->inputs().leaves) {
+        std::memset(leaf.data, 0xff, leaf.nbytes());
+      }
+      batch->set_outputs(std::move(outputs));
+      player.take_action();
+    }
+    checker.check(*rig.queue->dequeue_many());
+    CHECK(checker.has_seen(0, 100 + life, 0));
+    player.connection->close();
+  }
+}
+
 TEST(items_of_the_queue_are_handed_out_uncopied_and_recycled) {
   RigOptions options;
   options.addresses.assign(6, "a");
@@ -1300,11 +1324,11 @@ TEST(a_straggler_holds_nobody_up) {
     for (int i = 0; i < 4; ++i) {
       checker.check(*rig.queue->dequeue_many());
       ++learned;
-      const PoolStats stats = rig.pool->stats();
-      CHECK(is_balanced(stats));
+      CHECK(is_balanced(rig.pool->stats()));
       // Five streams of one lane spread over one slab of six, and then the
-      // one that is complete and the one that begins.
-      CHECK(stats.slabs_open <= 4);
+      // one that is complete and the one that begins; more while threads are in
+      // the middle of handing slabs over.
+      wait_until([&] { return rig.pool->stats().slabs_open <= 4; });
     }
   }
   while (!checker.has_seen(0, 100, kT)) {
