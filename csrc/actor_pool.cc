@@ -1243,7 +1243,8 @@ void ActorPool::Impl::finish_close_locked(Actor& actor) {
   discard_rollout_locked(*actor.life);
   if (scout_ == &actor) scout_ = nullptr;
   double delay_s = 0;
-  if (!actor.life->repeat) {
+  // A scout that was welcomed has no attempts; one that was turned away does.
+  if (!actor.life->repeat || actor.attempts > 0) {
     delay_s = std::min(
         options_.first_backoff_s * std::exp2(std::max(actor.attempts - 1, 0)),
         kMaxBackoffS);

@@ -2,6 +2,7 @@
 
 #include "actor_pool.h"
 
+#include <chrono>
 #include <future>
 #include <limits>
 #include <memory>
@@ -656,6 +657,21 @@ TEST(a_server_that_is_away_is_tried_again_and_noted_once) {
   checker.check(*rig.queue->dequeue_many());
   CHECK(checker.has_seen(0, 100, 0));  // Attempts are not incarnations.
   CHECK_EQ(rig.pool->stats().failures, 0);
+}
+
+TEST(no_stream_comes_again_at_once_while_all_are_turned_away) {
+  RigOptions options;
+  options.addresses = {"a", "b"};
+  Rig rig(options);
+  rig.network->refuse("a");
+  rig.network->refuse("b");
+  const auto began = std::chrono::steady_clock::now();
+  rig.start();
+  // Four of one stream: at least 0.05, 0.1 and 0.2 s apart.
+  wait_until([&] { return rig.network->connections().size() >= 8; });
+  const std::chrono::duration<double> took =
+      std::chrono::steady_clock::now() - began;
+  CHECK(took.count() >= 0.35);
 }
 
 TEST(a_first_server_that_is_away_does_not_stop_the_others) {
