@@ -1104,7 +1104,7 @@ def train_with(
                 run,
                 servers,
                 addresses,
-                welcome.num_envs,
+                welcome,
                 run_id,
                 first_incarnation,
                 stop,
@@ -1188,7 +1188,7 @@ def describe(
 def create_pool(
     flags: argparse.Namespace,
     addresses: Sequence[str],
-    envs_per_stream: int,
+    welcome: wire.Welcome,
     state: Any,
     **start: Any,
 ) -> tuple[
@@ -1227,10 +1227,11 @@ def create_pool(
         initial_agent_state=state,
         named_rows=True,
         inference_keys=NET_INPUTS,
+        value_ranges=wire.value_ranges(welcome.observation, welcome.action),
         info_keys=flags.info_keys,
         seed=flags.seed,
         # The flag is for one environment; a message is for all of a stream.
-        step_timeout_s=envs_per_stream * flags.env_step_timeout_s + SUPERVISOR_S,
+        step_timeout_s=welcome.num_envs * flags.env_step_timeout_s + SUPERVISOR_S,
         keepalive_s=flags.keepalive_s,
         tls=tls.read(flags.tls_dir, is_server=False),
         **start,
@@ -1242,7 +1243,7 @@ def train_async(
     run: Run,
     servers: LocalServers | None,
     addresses: Sequence[str],
-    envs_per_stream: int,
+    welcome: wire.Welcome,
     run_id: str,
     first_incarnation: int,
     stop: StopSignal,
@@ -1252,7 +1253,7 @@ def train_async(
     learner_queue, inference_batcher, actors = create_pool(
         flags,
         addresses,
-        envs_per_stream,
+        welcome,
         learner.net.initial_state(batch_size=1),
         run_id=f"{flags.xpid} ({run_id})",
         first_incarnation=first_incarnation,

@@ -22,7 +22,7 @@ import numpy as np
 
 import core.flags
 from core import environment, spaces
-from core.environment import Environments, EnvSpecError
+from core.environment import Environments, EnvSpecError, EnvValueError
 
 EXIT_OK, EXIT_SPEC_MISMATCH = 0, 78
 SAY_S = 5.0  # Between two words of how far a slow environment has come.
@@ -233,7 +233,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
             print_rows(name, num_steps=num_steps, seed=seed)
         except Unplayable:
             pass
-        except EnvSpecError as error:
+        except (EnvSpecError, EnvValueError) as error:
             if not found.lines():  # Else it is one of those.
                 found.add("rows", str(error))
         except Exception as error:

@@ -805,11 +805,9 @@ def _action_checks(space: gym.Space, actions: Nest) -> list[Callable[[], None]]:
 
 def _limits(space: gym.Space) -> tuple[Any, Any]:
     """Return the least and the greatest value (scalars, or arrays like an action)."""
+    if (limits := spaces.value_range(space)) is not None:
+        return limits
     match space:
-        case gym.spaces.Discrete():
-            return int(space.start), int(space.start + space.n - 1)
-        case gym.spaces.MultiDiscrete():
-            return space.start, space.start + space.nvec - 1
         case gym.spaces.MultiBinary():
             return 0, 1
         case gym.spaces.Box() if space.dtype.kind == "f":

@@ -42,7 +42,7 @@ import gymnasium as gym
 import numpy as np
 
 from core import spaces, toys
-from core.spaces import ArraySpec, Nest, leaf_spaces
+from core.spaces import ArraySpec, Nest, leaf_spaces, map_nest
 
 TOYS = {"Catch": toys.Catch, "Memory": toys.Memory}
 CLASSIC_SPACES = "Box Discrete MultiDiscrete MultiBinary Text Dict Tuple".split()
@@ -52,6 +52,10 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 class EnvError(RuntimeError):
     """An environment raised; `__cause__` is what it raised."""
+
+
+class EnvValueError(EnvError):
+    """An observation has a value that its space does not; the message has both."""
 
 
 class EnvSpecError(ValueError):
@@ -479,6 +483,9 @@ class Environments:
             self.observation_space = convert_space(self.envs[0].observation_space)
             self.action_space = convert_space(self.envs[0].action_space)
             self._action_spaces = leaf_spaces(self.action_space)
+            self._ranges = map_nest(
+                spaces.value_range, leaf_spaces(self.observation_space)
+            )
             self._check_equal_spaces()
             self.row_spec = spaces.row_spec(
                 self.observation_space, self.action_space, info_keys
@@ -743,7 +750,11 @@ class Environments:
         """Write row k, all but `last_action`."""
         progress = self._progress[k]
         self._write_observation(
-            rows["observation"], k, observation, self.row_spec["observation"]
+            rows["observation"],
+            k,
+            observation,
+            self.row_spec["observation"],
+            self._ranges,
         )
         rows["reward"][k] = reward
         rows["done"][k] = done
@@ -760,7 +771,13 @@ class Environments:
             )
 
     def _write_observation(
-        self, rows: Nest, k: int, value: Any, spec: Nest, name: str = "observation"
+        self,
+        rows: Nest,
+        k: int,
+        value: Any,
+        spec: Nest,
+        ranges: Nest,
+        name: str = "observation",
     ) -> None:
         if isinstance(spec, ArraySpec):
             if (
@@ -769,17 +786,23 @@ class Environments:
                 or value.dtype != spec.dtype
             ):
                 value = self._cast(k, name, spec, value)
+            if ranges is not None:
+                self._check_range(k, name, ranges, value)
             rows[k] = value
         elif isinstance(spec, dict):
             if not isinstance(value, dict) or value.keys() != spec.keys():
                 raise self._spec_error(k, name, f"a dict with keys {list(spec)}", value)
             for key, sub in spec.items():
-                self._write_observation(rows[key], k, value[key], sub, f"{name}/{key}")
+                self._write_observation(
+                    rows[key], k, value[key], sub, ranges[key], f"{name}/{key}"
+                )
         else:
             if not isinstance(value, tuple) or len(value) != len(spec):
                 raise self._spec_error(k, name, f"a tuple of {len(spec)}", value)
             for i, sub in enumerate(spec):
-                self._write_observation(rows[i], k, value[i], sub, f"{name}/{i}")
+                self._write_observation(
+                    rows[i], k, value[i], sub, ranges[i], f"{name}/{i}"
+                )
 
     def _cast(self, k: int, name: str, spec: ArraySpec, value: Any) -> np.ndarray:
         """Return `value` as an array of the right shape and a dtype that fits."""
@@ -791,6 +814,25 @@ class Environments:
         if array.shape != spec.shape or not fits:
             raise self._spec_error(k, name, str(spec), value)
         return array
+
+    def _check_range(
+        self, k: int, name: str, limits: tuple[Any, Any], value: np.ndarray
+    ) -> None:
+        """Refuse a value that no network can take.
+
+        Other than a wrong shape it may never come again: it costs the episode only.
+        """
+        low, high = limits
+        if isinstance(low, int):
+            fine = low <= int(value) <= high
+        else:
+            fine = bool(((low <= value) & (value <= high)).all())
+        if not fine:
+            expected = f"{np.asarray(low).tolist()} to {np.asarray(high).tolist()}"
+            raise EnvValueError(
+                f"env {self._where(k)} step {self._progress[k].steps}: '{name}' "
+                f"expected {expected}, got {value.tolist()}"
+            )
 
     def _number(self, k: int, name: str, value: Any) -> float:
         if type(value) is float:

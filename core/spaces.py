@@ -106,6 +106,20 @@ def leaf_spaces(space: gym.Space) -> Nest:
     return space
 
 
+def value_range(space: gym.Space) -> tuple[Any, Any] | None:
+    """Return the least and the greatest value of a leaf that is Discrete: two ints.
+
+    Of a MultiDiscrete two arrays. None for all others: whatever their dtype holds does
+    no harm, but networks make Discrete values one-hot, and fail outside the range.
+    """
+    match space:
+        case gym.spaces.Discrete():
+            return int(space.start), int(space.start + space.n - 1)
+        case gym.spaces.MultiDiscrete():
+            return space.start, space.start + space.nvec - 1
+    return None
+
+
 def _leaf_spec(space: gym.Space) -> ArraySpec:
     match space:
         case gym.spaces.Discrete():

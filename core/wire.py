@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 import numpy as np
 
+from core import spaces
 from core.spaces import ArraySpec, Nest
 
 PROTOCOL = 1  # Of proto/torchbeast.proto.
@@ -680,6 +681,21 @@ def arrays_of(spec: Nest, path: tuple[str | int, ...] = ()) -> tuple[Array, ...]
     items = spec.items() if isinstance(spec, dict) else enumerate(spec)
     arrays = [array for key, sub in items for array in arrays_of(sub, (*path, key))]
     return tuple(arrays)
+
+
+def value_ranges(
+    observation: gym.Space, action: gym.Space
+) -> list[tuple[tuple[str | int, ...], list[int], list[int]]]:
+    """Return what `libtorchbeast.ActorPool` takes as `value_ranges` of these spaces."""
+    rows = {"observation": observation, "last_action": action}
+    specs = {key: spaces.spec_of(space) for key, space in rows.items()}
+    leaf_spaces = {key: spaces.leaf_spaces(space) for key, space in rows.items()}
+    ranges = []
+    for array, (_, leaf) in zip(arrays_of(specs), spaces.leaves(leaf_spaces)):
+        if (limits := spaces.value_range(leaf)) is not None:
+            low, high = (np.ravel(limit).tolist() for limit in limits)
+            ranges.append((array.path, low, high))
+    return ranges
 
 
 class Frame:

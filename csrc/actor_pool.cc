@@ -348,8 +348,10 @@ class ActorPool::Impl : public std::enable_shared_from_this<Impl> {
 
 ActorPool::Impl::Impl(PoolOptions options, std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
-      spec_options_{options_.initial_agent_state, options_.named_rows,
+      spec_options_{options_.initial_agent_state,
+                    options_.named_rows,
                     options_.inference_keys,
+                    options_.value_ranges,
                     options_.learner_queue->options().minimum_batch_size,
                     options_.learner_queue->options().maximum_batch_size},
       transport_(std::move(transport)),
@@ -743,6 +745,7 @@ void ActorPool::Impl::receive(Actor& actor, Segments message) {
       throw wire::DecodeError("Step " + std::to_string(life.step.seq) +
                               " has only the newest frames, expected all");
     }
+    check_values(*env_, message, life.step);
   } catch (const wire::DecodeError& error) {
     {
       std::lock_guard lock(mu_);

@@ -13,6 +13,7 @@
 #include "errors.h"
 #include "nest.h"
 #include "transport.h"
+#include "wire.h"
 
 namespace torchbeast {
 
@@ -24,7 +25,9 @@ struct PoolOptions {
   Nest initial_agent_state;  // Of one environment: [.., 1, ...].
   bool named_rows = false;
   std::vector<std::string> inference_keys;  // Empty: all.
-  std::vector<std::string> info_keys;       // For Hello, like the next three.
+  // Of integers that a Step may hold; of its other arrays anything goes.
+  std::vector<wire::ValueRange> value_ranges;
+  std::vector<std::string> info_keys;  // For Hello, like the next three.
   uint64_t seed = 0;
   std::string run_id;
   std::string version;

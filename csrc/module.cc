@@ -32,6 +32,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "actor_pool.h"
@@ -530,6 +531,28 @@ std::optional<Tls> to_tls(std::optional<PemFiles> files) {
   return Tls{std::move(ca), std::move(cert), std::move(key)};
 }
 
+// (path, low, high)
+using PyValueRange =
+    std::tuple<std::vector<std::variant<uint32_t, std::string>>,
+               std::vector<int64_t>, std::vector<int64_t>>;
+
+wire::ValueRange to_value_range(const PyValueRange& range) {
+  const auto& [path, low, high] = range;
+  if (low.empty() || low.size() != high.size()) {
+    throw std::invalid_argument("value_ranges has " +
+                                std::to_string(low.size()) + " least and " +
+                                std::to_string(high.size()) +
+                                " greatest values, expected as many of both");
+  }
+  wire::ValueRange result{{}, low, high};
+  for (const auto& key : path) {
+    const auto* index = std::get_if<uint32_t>(&key);
+    result.path.push_back(index ? wire::Key{true, "", *index}
+                                : wire::Key{false, std::get<1>(key), 0});
+  }
+  return result;
+}
+
 std::shared_ptr<ActorPool> make_actor_pool(
     int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
     std::shared_ptr<DynamicBatcher> inference_batcher,
@@ -538,7 +561,8 @@ std::shared_ptr<ActorPool> make_actor_pool(
     std::vector<std::string> inference_keys, std::vector<std::string> info_keys,
     uint64_t seed, std::string run_id, uint64_t first_incarnation,
     int max_failures, double step_timeout_s, double keepalive_s,
-    int num_threads, std::optional<PemFiles> tls) {
+    int num_threads, std::optional<PemFiles> tls,
+    const std::vector<PyValueRange>& value_ranges) {
   for (const auto& address : env_server_addresses) check_address(address);
   PoolOptions options;
   options.unroll_length = unroll_length;
@@ -549,6 +573,9 @@ std::shared_ptr<ActorPool> make_actor_pool(
   options.named_rows = named_rows;
   options.inference_keys = std::move(inference_keys);
   options.info_keys = std::move(info_keys);
+  for (const PyValueRange& range : value_ranges) {
+    options.value_ranges.push_back(to_value_range(range));
+  }
   options.seed = seed;
   options.run_id = std::move(run_id);
   options.version = TORCHBEAST_VERSION;
@@ -745,7 +772,8 @@ void bind_actor_pool(py::module_& m) {
            py::arg("run_id") = "", py::arg("first_incarnation") = 0,
            py::arg("max_failures") = 5, py::arg("step_timeout_s") = 0.0,
            py::arg("keepalive_s") = kDefaultKeepaliveS,
-           py::arg("num_threads") = 1, py::arg("tls") = py::none())
+           py::arg("num_threads") = 1, py::arg("tls") = py::none(),
+           py::arg("value_ranges") = py::tuple())
       .def(
           "run",  // Blocks.
           [](const Pool& self) { call_without_gil([&] { self->run(); }); },

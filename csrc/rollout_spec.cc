@@ -385,8 +385,31 @@ EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
                            spec.inference_leaves);
   }
   spec.inputs = Structure::tuple({inputs, spec.state_structure});
+  for (size_t i = 0; i < welcome.step_arrays.size(); ++i) {
+    const wire::ArraySpec& array = welcome.step_arrays[i];
+    if (wire::path_name(array) == "reward") spec.reward = i;
+    for (const wire::ValueRange& range : options.value_ranges) {
+      if (range.path != array.path) continue;
+      if (array.dtype != DType::kInt64 ||
+          array.nbytes != range.low.size() * sizeof(int64_t)) {
+        throw ActorError("the Welcome says " + wire::describe(array) +
+                         ", expected int64 and " +
+                         std::to_string(range.low.size()) + " numbers");
+      }
+      spec.ranges.emplace(i, range);
+    }
+  }
   spec.welcome = std::move(welcome);
   return spec;
+}
+
+void check_values(const EnvSpec& spec, const Segments& message,
+                  const wire::Step& step) {
+  const auto& arrays = spec.welcome.step_arrays;
+  wire::check_finite(message, step.arrays[spec.reward], arrays[spec.reward]);
+  for (const auto& [i, range] : spec.ranges) {
+    wire::check_range(message, step.arrays[i], arrays[i], range);
+  }
 }
 
 void check_same(const EnvSpec& spec, const wire::Welcome& welcome) {

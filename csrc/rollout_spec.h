@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -57,13 +58,17 @@ struct EnvSpec {
   Structure::Ptr state_structure;
   std::vector<StateLeaf> state_leaves;
   std::vector<Array> initial_state;  // For K environments.
-  Structure::Ptr inputs;             // Of the inference: (rows, state)
+  // Of the arrays of a Step, by their place in the Welcome.
+  std::map<size_t, wire::ValueRange> ranges;
+  size_t reward = 0;
+  Structure::Ptr inputs;  // Of the inference: (rows, state)
 };
 
 struct SpecOptions {
   Nest initial_agent_state;  // Of one environment: [.., 1, ...].
   bool named_rows = false;
   std::vector<std::string> inference_keys;  // With named rows; empty: all.
+  std::vector<wire::ValueRange> value_ranges;
   int64_t minimum_batch_size = 1;  // Of the learner queue; so the next.
   int64_t maximum_batch_size = 1;
 };
@@ -78,6 +83,11 @@ void check_initial_state(const Nest& initial_agent_state);
 EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
                       size_t welcome_bytes, const SpecOptions& options,
                       BufferPool& buffers);
+
+// Throws DecodeError unless the values of a Step are within `ranges`, and its
+// rewards finite. A value that no network can take must not get to one.
+void check_values(const EnvSpec& spec, const Segments& message,
+                  const wire::Step& step);
 
 // Throws ActorError, naming the difference, unless `welcome` promises the same.
 void check_same(const EnvSpec& spec, const wire::Welcome& welcome);

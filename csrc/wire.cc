@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -349,6 +350,14 @@ void check_array(const Segments& message, Piece piece, const ArraySpec& spec,
   }
 }
 
+// The numbers of an array. Scalars only: this allocates.
+template <typename T>
+std::vector<T> load(const Segments& message, Piece piece) {
+  std::vector<T> values(piece.size / sizeof(T));
+  copy(message, piece, reinterpret_cast<char*>(values.data()));
+  return values;
+}
+
 void put_varint(std::string& out, uint64_t value) {
   for (; value >= 0x80; value >>= 7) {
     out.push_back(static_cast<char>((value & 0x7f) | 0x80));
@@ -597,6 +606,31 @@ void decode_step(const Segments& message, Piece body,
   for (size_t i = 0; i < specs.size(); ++i) {
     check_array(message, step->arrays[i], specs[i], num_envs,
                 step->newest_frames);
+  }
+}
+
+void check_range(const Segments& message, Piece piece, const ArraySpec& spec,
+                 const ValueRange& range) {
+  const size_t n = range.low.size();
+  const auto values = load<int64_t>(message, piece);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const int64_t low = range.low[i % n];
+    const int64_t high = range.high[i % n];
+    if (low <= values[i] && values[i] <= high) continue;
+    throw DecodeError("array " + path_name(spec) + " of environment " +
+                      std::to_string(i / n) + " in this stream has " +
+                      std::to_string(values[i]) + ", expected " +
+                      std::to_string(low) + " to " + std::to_string(high));
+  }
+}
+
+void check_finite(const Segments& message, Piece piece, const ArraySpec& spec) {
+  const auto values = load<float>(message, piece);
+  for (size_t k = 0; k < values.size(); ++k) {
+    if (std::isfinite(values[k])) continue;
+    throw DecodeError("array " + path_name(spec) + " of environment " +
+                      std::to_string(k) + " in this stream has " +
+                      std::to_string(values[k]) + ", expected a finite number");
   }
 }
 

@@ -69,6 +69,14 @@ struct ArraySpec {
 std::string path_name(const ArraySpec& spec);  // "observation.frame", "action"
 std::string describe(const ArraySpec& spec);   // "reward float32[]"
 
+// The values that an int64 array of a Step may have: the least and the greatest
+// of each of one environment's numbers.
+struct ValueRange {
+  std::vector<Key> path;
+  std::vector<int64_t> low;
+  std::vector<int64_t> high;
+};
+
 struct Welcome {
   uint32_t protocol = 0;
   std::string version;
@@ -122,6 +130,13 @@ Goodbye decode_goodbye(const Segments& message, Piece body);
 void decode_step(const Segments& message, Piece body,
                  const std::vector<ArraySpec>& specs, size_t num_envs,
                  Step* step);
+
+// Both throw DecodeError, naming environment, expected and got. The array has
+// been checked by decode_step.
+void check_range(const Segments& message, Piece piece, const ArraySpec& spec,
+                 const ValueRange& range);
+void check_finite(const Segments& message, Piece piece,  // float32
+                  const ArraySpec& spec);
 
 void copy(const Segments& message, Piece piece, char* to);
 // The same, into runs of `run` bytes that begin `stride` bytes apart.

@@ -208,6 +208,10 @@ class ActorPool:
       num_threads: threads that receive.
       tls: the contents of ca.pem, cert.pem and key.pem: all connections but those to
         unix sockets are encrypted, and both sides show a certificate of this CA.
+      value_ranges: (path, low, high) of each integer array of a Step whose values must
+        lie in a range, such as (("observation", "direction"), [0], [3]): the least and
+        the greatest of one environment's numbers. A server that sends another value
+        loses its stream.
 
     Raises:
       TypeError, ValueError: an argument does not make sense.
@@ -232,6 +236,9 @@ class ActorPool:
         keepalive_s: float = 10.0,
         num_threads: int = 1,
         tls: tuple[bytes, bytes, bytes] | None = None,
+        value_ranges: Sequence[
+            tuple[Sequence[str | int], Sequence[int], Sequence[int]]
+        ] = (),
     ) -> None: ...
     def run(self) -> None:
         """Play until `stop()`, or until a queue is closed. Blocks. Once only.

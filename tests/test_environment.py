@@ -453,6 +453,43 @@ VIOLATIONS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("space", "values", "expected"),
+    [
+        (gym.spaces.Discrete(5, start=-2), [-2, 2, 3], "expected -2 to 2, got 3"),
+        (
+            gym.spaces.MultiDiscrete([5, 3]),
+            [np.array([0, 2]), np.array([4, 0]), np.array([0, 3])],
+            "expected [0, 0] to [4, 2], got [0, 3]",
+        ),
+    ],
+    ids=["Discrete", "MultiDiscrete"],
+)
+def test_a_value_out_of_range_fails_the_environment_and_is_named(
+    space, values, expected
+):
+    """It may be an accident: other than a wrong shape it does not end the run."""
+
+    class Scripted(gym.Env):
+        observation_space = gym.spaces.Dict(x=space)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            self.left = iter(values)
+            return {"x": next(self.left)}, {}
+
+        def step(self, action):
+            return {"x": next(self.left)}, 0.0, False, False, {}
+
+    envs = Environments(Scripted, 1, seed=3)
+    rows = empty_rows(envs, 1)
+    envs.reset(rows)
+    envs.step(np.zeros(1, np.int64), rows)
+    with pytest.raises(EnvError) as error:
+        envs.step(np.zeros(1, np.int64), rows)
+    assert "step 2: 'observation/x' " + expected in str(error.value)
+
+
 @pytest.mark.parametrize("violation", VIOLATIONS)
 def test_a_broken_spec_is_named_with_env_step_expected_and_got(violation):
     entry, message = VIOLATIONS[violation]

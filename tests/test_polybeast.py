@@ -13,6 +13,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -268,6 +269,45 @@ def test_the_ledger_adds_up_in_a_storm_of_lost_servers(tmp_path):
     assert stats["dequeued"] == learned
     assert stats["received"] == learned + stats["discarded"]
     assert stats["discarded"] > 0
+
+
+def test_a_stream_with_a_value_out_of_range_is_lost_and_named(tmp_path):
+    class Counter(gym.Env):
+        """Its server says 0 to 99; the learner below expects 0 to 2."""
+
+        action_space = gym.spaces.Discrete(1000)
+
+        def __init__(self, n=100):
+            count, pair = gym.spaces.Discrete(n), gym.spaces.MultiDiscrete([5, 7])
+            self.observation_space = gym.spaces.Dict(x=gym.spaces.Tuple([pair, count]))
+
+        def observe(self):
+            return {"x": (np.array([4, 6]), self.count)}, {}
+
+        def reset(self, *, seed=None, options=None):
+            self.count = 0
+            return self.observe()
+
+        def step(self, action):
+            self.count += 1
+            observation, info = self.observe()
+            return observation, 0.0, False, False, info
+
+    ranges = wire.value_ranges(Counter(3).observation_space, Counter.action_space)
+    assert ranges == [
+        (("observation", "x", 0), [0, 0], [4, 6]),
+        (("observation", "x", 1), [0], [2]),
+        (("last_action",), [0], [999]),
+    ]
+    options = dict(value_ranges=ranges, max_failures=1000, streams=1)
+    with Play(Counter, tmp_path, agent=random_agent, **options) as play:
+        wait_until(lambda: play.actors.stats()["reconnects"] >= 2)
+        assert not play.threads[0].done()
+        events = " ".join(play.actors.take_events())
+    lost = (
+        "array observation.x[1] of environment 0 in this stream has 3, expected 0 to 2"
+    )
+    assert lost in events, events
 
 
 def test_both_trainers_make_the_same_rollouts(tmp_path):

@@ -198,6 +198,7 @@ struct RigOptions {
   int64_t minimum_batch_size = kC;
   bool named_rows = false;
   std::vector<std::string> inference_keys;
+  std::vector<wire::ValueRange> value_ranges;
   int max_failures = 5;
   double step_timeout_s = 0;
   int num_threads = 2;
@@ -220,6 +221,7 @@ struct Rig {
     pool_options.initial_agent_state = initial_state();
     pool_options.named_rows = options.named_rows;
     pool_options.inference_keys = options.inference_keys;
+    pool_options.value_ranges = options.value_ranges;
     pool_options.info_keys = {"game_return"};
     pool_options.seed = 23;
     pool_options.run_id = "run";
@@ -913,6 +915,10 @@ TEST(messages_that_are_wrong_end_their_stream_only) {
   // The stream is in state kWaitingForEnv, for Step 2.
   const auto right = fake::step(0, 1, 100, 2, {1});
   auto too_short = right.substr(0, right.size() - 3);
+  auto not_finite = right;
+  const std::string reward = fake::raw(fake::reward_of(2));
+  not_finite.replace(not_finite.find(reward), reward.size(),
+                     fake::raw(std::numeric_limits<float>::infinity()));
   const std::vector<Case> cases = {
       {"\xff\xff\xff", "in the middle of a field"},
       {"", "no message known here"},
@@ -928,8 +934,20 @@ TEST(messages_that_are_wrong_end_their_stream_only) {
       {fake::bytes(2, fake::parse(right)[0].bytes + fake::number(3, 1)),
        "array observation.frame has 5 bytes, expected 1 (1 newest frames of"},
       {fake::welcome({}), "a second Welcome"},
+      {fake::step(0, 1, 1001, 2, {1}),
+       "array observation.count of environment 0 in this stream has 1001, "
+       "expected 0 to 1000"},
+      {fake::step(0, 1, 100, 2, {-1}),
+       "array last_action of environment 0 in this stream has -1, expected 0 "
+       "to 1000"},
+      {not_finite,
+       "array reward of environment 0 in this stream has inf, expected a "
+       "finite number"},
   };
   RigOptions options;
+  options.value_ranges = {
+      {{{false, "observation"}, {false, "count"}}, {0, 0, 0}, {9, 1000, 9}},
+      {{{false, "last_action"}}, {0}, {1000}}};
   options.max_failures = 100;
   Rig rig(options);
   rig.start();
