@@ -44,6 +44,7 @@ import logging
 import mmap
 import multiprocessing
 import resource
+import stat
 import sys
 import time
 import traceback
@@ -323,9 +324,12 @@ class Servers:
             if slot.process is not None and slot.process.sentinel in ready:
                 self._bury(slot)
             self._check_progress(slot)
+            self._check_socket(slot)
         return ready.intersection(others)
 
     def _start(self, slot: ServerSlot) -> None:
+        if self._flags.remove_folder:
+            make_private(os.path.dirname(slot.address.removeprefix("unix:")))
         slot.progress[:] = 0.0
         slot.restart_at = slot.reason = None
         slot.pipe, theirs = self._context.Pipe(duplex=False)
@@ -405,6 +409,15 @@ class Servers:
             slot.reason = "its environment hung"
             since[:] = 0.0  # It may take a while to end.
 
+    def _check_socket(self, slot: ServerSlot) -> None:
+        """End a server whose socket was deleted: nobody else could connect to it."""
+        is_unix = slot.address.startswith("unix:")
+        path = slot.address.removeprefix("unix:")
+        if slot.is_listening and is_unix and not os.path.exists(path):
+            slot.is_listening = False
+            slot.reason = f"its socket {path} was deleted"
+            slot.process.terminate()
+
     def _close(self) -> None:
         """End all servers, and remove what a killed one leaves behind."""
         processes = [s.process for s in self.slots if s.process is not None]
@@ -425,6 +438,22 @@ class Servers:
         if self._flags.remove_folder:
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.dirname(self.slots[0].address.removeprefix("unix:")))
+
+
+def make_private(folder: str) -> None:
+    """Make the sockets' private folder anew, should somebody have deleted it.
+
+    Raises:
+      ConfigError: what is there instead is somebody else's, or open to others.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+        log.warning("The folder of the servers' sockets was deleted; made it anew")
+    found = os.lstat(folder)
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"{folder} was deleted, and what is there now is not private. Start anew."
+        )
 
 
 def own_cores(flags: argparse.Namespace) -> list[int]:

@@ -21,6 +21,7 @@ import contextlib
 import csv
 import datetime
 import fcntl
+import hashlib
 import importlib.metadata
 import io
 import json
@@ -393,9 +394,8 @@ class _LogFile:
     """
 
     def __init__(self, path: Path):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self.path = path
-        self._fd = os.open(path, flags, 0o644)
+        self._fd = self._open()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         # What follows is guarded by it.
@@ -404,6 +404,25 @@ class _LogFile:
         self._waiting = b""
         self._asked = self._answered = 0  # Writes, as running numbers.
         self._closing = False
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        return os.open(self.path, flags, 0o644)
+
+    def is_gone(self) -> bool:
+        """Say whether the file was deleted, or another one has its name."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return True
+        except OSError:  # Closed; or the disk is away.
+            return False
+
+    def reopen(self) -> None:
+        """Go on in a new file of that name."""
+        fd = self._open()
+        os.dup2(fd, self._fd, inheritable=False)  # The thread may be writing.
+        os.close(fd)
 
     def start(self) -> None:
         """Write in a thread from now on; calling it again is fine."""
@@ -497,8 +516,9 @@ def _write_atomically(path: Path, text: str) -> None:
 class RunLog:
     """Writes log rows to logs.csv, to TensorBoard and, if asked, to Weights & Biases.
 
-    A context manager; one thread uses it. The threads that write, out.log's too, and
-    W&B's start with the first row: by then the actors have been forked.
+    Files that were deleted since the last row are made anew, meta.json and the lock
+    too. A context manager; one thread uses it. The threads that write, out.log's too,
+    and W&B's start with the first row: by then the actors have been forked.
 
     Args:
       run_dir: the run's folder; it exists.
@@ -545,6 +565,8 @@ class RunLog:
         self._fields: dict[str, Field] = {}
         self._refused: set[str] = set()  # Columns that the disk has not taken.
         self._csv = self._open_csv(fields, resume_step)
+        meta = run_dir / "meta.json"
+        self._meta = meta.read_text(encoding="utf-8") if meta.exists() else None
         self._events = _EventFile(run_dir / "tensorboard", resume_step=resume_step)
         self._out_logs = [
             handler.file
@@ -570,14 +592,55 @@ class RunLog:
         self, fields: Mapping[str, Field], resume_step: float | None
     ) -> _LogFile:
         """Write fields.csv and the header of logs.csv; open logs.csv."""
+        self._write_header(fields, resume_step)
+        file = _LogFile(self._run_dir / "logs.csv")
+        self._fields = dict(fields)
+        return file
+
+    def _write_header(
+        self, fields: Mapping[str, Field], resume_step: float | None
+    ) -> None:
         glossary = io.StringIO()
         lines = [Field._fields, *fields.values()]
         csv.writer(glossary, lineterminator="\n").writerows(lines)
         _write_atomically(self._run_dir / "fields.csv", glossary.getvalue())
         _prepare_csv(self._run_dir / "logs.csv", tuple(fields), resume_step)
-        file = _LogFile(self._run_dir / "logs.csv")
-        self._fields = dict(fields)
-        return file
+
+    def _replace_deleted(self, step: int) -> None:
+        """Make anew what was deleted, for a run that is now at `step`.
+
+        Raises:
+          RunDirBusy: another run has taken the folder meanwhile.
+        """
+        meta, lock = self._run_dir / "meta.json", self._run_dir / ".lock"
+        files = (*self._files, *self._out_logs)
+        others = [meta] * (self._meta is not None and not meta.exists())
+        gone = [file.path for file in files if file.is_gone()] + others
+        if not gone:
+            return
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            if not lock.exists():
+                _lock(self._run_dir)
+            if self._meta is not None:
+                _write_atomically(meta, self._meta)
+            if self._csv.is_gone():
+                self._write_header(self._fields, math.inf)
+                self._csv.reopen()
+            if self._events.file.is_gone():
+                self._events.begin_anew(step)
+            for file in self._out_logs:
+                if file.is_gone():
+                    file.reopen()
+        except OSError as error:  # The next row tries again.
+            log.warning("%s was deleted; cannot make it anew: %s", gone[0], error)
+            return
+        log.warning(
+            "Deleted while the run goes on, and made anew without what was in there: "
+            "%s. The next checkpoint is in %s as always.",
+            ", ".join(map(str, gone)),
+            self._run_dir,
+        )
 
     def _add_columns(self, fields: Mapping[str, Field]) -> None:
         """Give logs.csv more columns.
@@ -613,11 +676,12 @@ class RunLog:
                 values[name] = number
         if new:
             self._add_columns(new)
+        step = int(values["step"])
+        self._replace_deleted(step)
         for file in (*self._files, *self._out_logs):
             file.start()
         cells = (_format(values.get(column)) for column in self._fields)
         self._csv.write((",".join(cells) + "\n").encode())
-        step = int(values["step"])
         self._events.add(step, values)
         self._report_errors()
         if self._wandb is not None:
@@ -747,10 +811,18 @@ class _EventFile:
         name = f"{int(time.time()):010d}.{starts:04d}.{socket.gethostname()}"
         self.file = _LogFile(folder / f"events.out.tfevents.{name}")
         self._records = RecordWriter(self.file)
-        self._write(Event(file_version="brain.Event:2"))
-        start = SessionLog(status=SessionLog.START)
-        purge_step = 0 if resume_step is None else resume_step + 1
-        self._write(Event(session_log=start, step=purge_step))
+        self._session = SessionLog(status=SessionLog.START)
+        self._begin(0 if resume_step is None else resume_step + 1)
+
+    def _begin(self, purge_step: int) -> None:
+        self._write(self._event(file_version="brain.Event:2"))
+        self._write(self._event(session_log=self._session, step=purge_step))
+
+    def begin_anew(self, step: int) -> None:
+        """Go on in a new file, the old one having been deleted."""
+        self.file.path.parent.mkdir(exist_ok=True)
+        self.file.reopen()
+        self._begin(step)
 
     def add(self, step: int, row: Mapping[str, float | int]) -> None:
         values = [
@@ -1052,18 +1124,20 @@ class RunDirBusy(ConfigError):
 
 
 def prepare_run_dir(savedir: Path, xpid: str) -> Path:
-    """Create `savedir/xpid`, take its lock, and point `savedir/latest` to it.
+    """Create `savedir/xpid`, take its locks, and point `savedir/latest` to it.
 
-    The lock ends with this process, whatever ends it. It is a POSIX record lock, since
-    those are not inherited: an actor that outlives its parent for a moment does not
-    hold it. The same process may prepare a folder again.
+    One lock is in the folder; the other is beside it, in `savedir/.locks`, and stays
+    when the folder is deleted. They end with this process, whatever ends it. They are
+    POSIX record locks, since those are not inherited: an actor that outlives its parent
+    for a moment does not hold them. The same process may prepare a folder again.
 
     Raises:
       RunDirBusy: another process holds the lock.
     """
-    run_dir = savedir.expanduser() / xpid
-    run_dir.mkdir(parents=True, exist_ok=True)
-    run_dir = run_dir.resolve()
+    run_dir = (savedir.expanduser() / xpid).resolve()
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    _lock_name(run_dir)
+    run_dir.mkdir(exist_ok=True)
     _lock(run_dir)
     _sweep(run_dir.glob(".*.tmp-*"), ours=True)
     _sweep(run_dir.parent.glob(".latest.tmp-*"), ours=False)
@@ -1093,6 +1167,29 @@ def _sweep(paths: Iterable[Path], *, ours: bool) -> None:
                 path.unlink()
 
 
+def _lock_name(run_dir: Path) -> None:
+    """Lock the byte of `savedir/.locks` that belongs to a run's name."""
+    byte = int.from_bytes(hashlib.sha256(os.fsencode(run_dir.name)).digest()[:7], "big")
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:  # Never closed, as in `_lock`.
+        fd = os.open(run_dir.parent / ".locks", flags, 0o666)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except BlockingIOError:
+        raise RunDirBusy(_busy(run_dir)) from None
+    except OSError:  # Another user's --savedir, or no locks: then `_lock` must do.
+        pass
+
+
+def _busy(run_dir: Path) -> str:
+    owner = ""
+    with contextlib.suppress(OSError):  # Deleted.
+        owner = (run_dir / ".lock").read_text(errors="replace")
+    return (
+        f"{run_dir} is in use by {owner or 'another process'}. Stop that run first, or "
+        "choose another --xpid."
+    )
+
+
 def _lock(run_dir: Path) -> None:
     path = run_dir / ".lock"
     # Never closed: closing any descriptor of the file would give up the lock.
@@ -1100,12 +1197,8 @@ def _lock(run_dir: Path) -> None:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        owner = os.read(fd, 1000).decode(errors="replace") or "another process"
         os.close(fd)
-        raise RunDirBusy(
-            f"{run_dir} is in use by {owner}. Stop that run first, or choose another "
-            "--xpid."
-        ) from None
+        raise RunDirBusy(_busy(run_dir)) from None
     except OSError as error:
         # Some cluster file systems have no locks. One run per folder is then up to
         # the user.

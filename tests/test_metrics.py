@@ -1094,7 +1094,7 @@ def test_latest_points_to_the_run_prepared_last(tmp_path):
         assert run_dir.is_dir()
         assert os.readlink(tmp_path / "runs" / "latest") == xpid
     names = {path.name for path in (tmp_path / "runs").iterdir()}
-    assert names == {"one", "two", "latest"}
+    assert names == {"one", "two", "latest", ".locks"}
 
 
 def test_the_run_named_latest_is_the_latest_run(tmp_path):
@@ -1108,7 +1108,8 @@ def test_a_folder_in_the_place_of_latest_is_left_alone(tmp_path, caplog):
     assert metrics.prepare_run_dir(tmp_path, "one").is_dir()
     assert not (tmp_path / "latest").is_symlink()
     assert "latest" in caplog.text
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "latest"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"one", "latest", ".locks"}
 
 
 def test_what_a_killed_process_was_writing_is_removed_at_the_next_start(tmp_path):
@@ -1124,6 +1125,7 @@ def test_what_a_killed_process_was_writing_is_removed_at_the_next_start(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {
         "run",
         "latest",
+        ".locks",
         other_run.name,
     }
 
@@ -1168,6 +1170,33 @@ def test_the_lock_ends_with_its_owner_even_if_killed(tmp_path, owner):
     owner.wait(DEADLINE_S)
     run_dir = metrics.prepare_run_dir(tmp_path, "run")  # The forked child still lives.
     assert (run_dir / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_deleted_folder_is_made_anew_and_stays_locked(tmp_path):
+    def start_another() -> str:
+        code = "metrics.prepare_run_dir(Path(sys.argv[1]), 'run')"
+        return run_child(code, tmp_path).stderr
+
+    run_dir = metrics.prepare_run_dir(tmp_path, "run")
+    with metrics.setup_logging(run_dir):
+        metrics.write_meta(run_dir, flags={"seed": 7}, extra={"step": 0})
+        meta = metrics.read_meta(run_dir)
+        with metrics.RunLog(run_dir) as run_log:
+            run_log.log({"step": 100, "sps": 1})
+            shutil.rmtree(run_dir)
+            assert "RunDirBusy" in start_another() and not run_dir.exists()
+            run_log.log({"step": 200, "sps": 2})
+            assert "RunDirBusy" in start_another()
+            os.remove(run_dir / "out.log")  # This one alone.
+            run_log.log({"step": 300, "sps": 3})
+            logging.warning("the latest")
+    assert metrics.read_meta(run_dir) == meta
+    assert steps_of(run_dir) == [200, 300]
+    assert read_rows(run_dir / "fields.csv")
+    said = (run_dir / "out.log").read_text()
+    assert f"made anew without what was in there: {run_dir}/out.log." in said
+    assert "the latest" in said
+    assert event_steps(run_dir) == [200, 300]
 
 
 def test_the_same_process_may_prepare_its_run_again(tmp_path):

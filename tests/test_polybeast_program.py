@@ -9,6 +9,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -412,7 +413,7 @@ def test_a_server_that_always_dies_ends_the_run_with_its_last_words(train, run_d
     load(run_dir)
 
 
-def test_killed_and_stopped_supervisors_of_servers_cost_no_run(train, run_dir):
+def test_killed_and_stopped_supervisors_and_deleted_sockets_cost_no_run(train, run_dir):
     program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
     program.wait_for(lambda: num_rows(run_dir))
     old, first = program.family(), servers_of(program)
@@ -421,6 +422,13 @@ def test_killed_and_stopped_supervisors_of_servers_cost_no_run(train, run_dir):
     program.wait_for_text("ended (killed by SIGKILL); starting them again")
     program.wait_for(lambda: program.text().count("Serving Catch") == 2)
     wait_until(lambda: ended(old))
+    rows = num_rows(run_dir)
+    program.wait_for(lambda: num_rows(run_dir) > rows + 2)
+
+    shutil.rmtree(sockets)
+    program.wait_for_text("The folder of the servers' sockets was deleted; made it")
+    program.wait_for(lambda: len(list(sockets.iterdir())) == N)
+    assert sockets.stat().st_mode & 0o777 == 0o700
     rows = num_rows(run_dir)
     program.wait_for(lambda: num_rows(run_dir) > rows + 2)
 
