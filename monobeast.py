@@ -99,7 +99,6 @@ from core.supervise import (
     check_main_file,
     check_resources,
     describe_exit,
-    exit_with_parent,
     join_threads,
     keep_freed_memory,
     kill_if_hung,
@@ -107,6 +106,7 @@ from core.supervise import (
     show_stacks,
     start_thread,
 )
+from core.unit import Unit
 
 log = logging.getLogger("monobeast")
 
@@ -693,11 +693,12 @@ def act(
     The parent sends a buffer's index; back comes FULL when it is, or b"E" and a
     traceback, once, before the process ends with a non-zero status.
     """
-    exit_with_parent()
     be_killed_first_for_memory()
     terminal.redirect_output(output)
-    for signum in STOP_SIGNALS:  # The parent's to handle: it drains.
-        signal.signal(signum, signal.SIG_IGN)
+    # The parent's to handle: it drains. Not SIG_IGN: what an environment starts would
+    # inherit that.
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda *_: None)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # A stall dumps the stacks.
     compute_on(1)
@@ -760,7 +761,7 @@ class ActorSlot:
 
     actor_id: int
     budget: RestartBudget
-    process: Any = None  # multiprocessing's Process; its class depends on the context.
+    process: Unit | None = None
     pipe: connection.Connection | None = None
     held: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     last_served: int = 0  # When it was last handed a buffer, as a running number.
@@ -841,9 +842,10 @@ class Actors:
         if self._flags.start_method == "fork" and threading.active_count() > 1:
             context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(
-            target=act,
-            args=(
+        process = Unit(
+            context,
+            act,
+            (
                 self._flags,
                 self._spaces,
                 slot.actor_id,
@@ -852,7 +854,6 @@ class Actors:
                 *self._args,
             ),
             name=f"actor-{slot.actor_id}",
-            daemon=True,
         )
         self._incarnation += 1
         self._clock[slot.actor_id] = 0.0
@@ -1024,7 +1025,8 @@ class Actors:
         return rows * self.received, {"in flight": rows * len(self._full)}
 
     def pids(self) -> list[int]:
-        return [slot.process.pid for slot in self.slots if slot.process is not None]
+        pids = [slot.process.pid for slot in self.slots if slot.process is not None]
+        return [pid for pid in pids if pid is not None]
 
     def stop_handing_out(self) -> None:
         """Wake learner threads: `take` raises from now on."""

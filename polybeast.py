@@ -929,7 +929,10 @@ class LocalServers:
           RuntimeError: they failed, or the supervisor was killed too often.
         """
         if self._restart_at is not None:
-            if time.monotonic() >= self._restart_at:
+            late_s = time.monotonic() - self._restart_at
+            # Their output closes with the last of the old servers, whose addresses the
+            # new ones take.
+            if late_s >= 0 and (self._reader.done() or late_s > SERVERS_EXIT_S):
                 self._restart_at = None
                 self._start()
             return

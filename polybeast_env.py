@@ -65,12 +65,12 @@ from core.supervise import (
     StopSignal,
     be_killed_first_for_memory,
     describe_exit,
-    exit_with_parent,
     kill_if_hung,
     let_learner_go_first,
     num_cores,
     send_at_parents_end,
 )
+from core.unit import Unit
 
 log = logging.getLogger("polybeast_env")
 
@@ -262,7 +262,7 @@ class ServerSlot:
     address: str
     progress: np.ndarray  # [S, 2] float64, shared: see `core.env_server.Server`.
     budget: RestartBudget
-    process: Any = None  # None while it waits for `restart_at`.
+    process: Unit | None = None  # None while it waits for `restart_at`.
     pipe: connection.Connection | None = None  # What it has to say.
     is_listening: bool = False
     has_listened: bool = False  # Ever: the socket's file is ours.
@@ -333,9 +333,10 @@ class Servers:
         slot.progress[:] = 0.0
         slot.restart_at = slot.reason = None
         slot.pipe, theirs = self._context.Pipe(duplex=False)
-        slot.process = self._context.Process(
-            target=serve_one,
-            args=(
+        slot.process = Unit(
+            self._context,
+            serve_one,
+            (
                 self._flags,
                 slot.address,
                 self._cores[slot.index % len(self._cores)] if self._cores else None,
@@ -487,7 +488,6 @@ def serve_one(
         signal.signal(signal.SIGHUP, lambda *_: None)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    exit_with_parent()
     be_killed_first_for_memory()
     faulthandler.enable(sys.__stderr__)
     faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True)

@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from importlib import metadata
@@ -44,6 +45,10 @@ from core.spaces import Nest
 from core.supervise import ConfigError
 from core.wire import Action, Failure, Goodbye, Hello, ToLearner, ToServer
 
+# gRPC's support for fork stops its threads before each fork and starts them after it,
+# which wedges a server whose environment forks a worker. No such worker uses this gRPC.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 # From 1.80 on grpcio polls in threads of its own, besides Python's, which takes a third
 # more CPU for each message (benchmarks/transport.py). This makes it as it was. Only
 # grpcio is to see it: other gRPCs, in child processes too, may not know the word.
@@ -57,6 +62,9 @@ if (
 
     del os.environ["GRPC_EXPERIMENTS"]
 import grpc  # noqa: E402
+
+# Servers whose sockets what an environment forks must not keep open.
+_serving: "weakref.WeakSet[Server]" = weakref.WeakSet()
 
 log = logging.getLogger(__name__)
 
@@ -369,6 +377,7 @@ class Server:
             self._server.start()
         if not is_unix:
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
+        _serving.add(self)
         return self.address
 
     def run(self) -> None:
@@ -745,6 +754,25 @@ def _with_traceback(error: BaseException) -> str:
     trace = "".join(traceback.format_exception(error))
     name = "" if isinstance(error, EnvError | EnvSpecError) else type(error).__name__
     return f"{name}{': ' * bool(name)}{error}\n\n{trace}"
+
+
+def _close_sockets() -> None:
+    """Close servers' sockets in a forked child: the listening and the connected."""
+    own = {server.address for server in _serving}
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        fd = int(name)
+        with contextlib.suppress(OSError):  # No socket; or the folder's own fd.
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                place = duplicate.getsockname()
+            if isinstance(place, tuple):  # Over TCP: host and port.
+                is_own = any(a.endswith(f":{place[1]}") for a in own)
+            else:
+                is_own = f"unix:{place}" in own
+            if is_own:
+                os.close(fd)
+
+
+os.register_at_fork(after_in_child=_close_sockets)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@
 By itself it waits for the end of the last process that it forked. One that hangs in C
 code never notices that its program was killed, and both stay for ever. So does, after
 any kill, the socket's folder. Here the kernel tells the fork server (Linux only), and
-ends its children with it: they asked for that (`core.supervise.exit_with_parent`).
+then its children, which asked for that (`core.unit`).
 
 In the program `keep_going` continues a fork server that was stopped: one can neither
 start processes nor tell of their ends.

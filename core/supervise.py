@@ -214,7 +214,7 @@ def kill_if_hung(name: str, process: Any, since: float, limit_s: float) -> bool:
     """Kill a process whose environment takes too long, after it has shown its stacks.
 
     Args:
-      process: of multiprocessing; SIGUSR1 makes its faulthandler write.
+      process: a `core.unit.Unit`; SIGUSR1 makes its worker's faulthandler write.
       since: when its present call began (`time.monotonic`), 0 between calls.
       limit_s: one call into one environment may take so long.
 
@@ -228,7 +228,8 @@ def kill_if_hung(name: str, process: Any, since: float, limit_s: float) -> bool:
         name,
         limit_s,
     )
-    show_stacks(process.pid)
+    if process.pid is not None:
+        show_stacks(process.pid)
     process.kill()
     return True
 

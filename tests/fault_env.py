@@ -2,6 +2,7 @@
 """Environments that fail: `--env tests.fault_env:make_crashing` and so on."""
 
 import ctypes
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -98,6 +99,35 @@ class LeakingEnv(FaultEnv):
 
 def make_leaking() -> LeakingEnv:
     return LeakingEnv()
+
+
+class Forking(FaultEnv):
+    """Steps in a process that it forks, as environments of multiprocessing do."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None, at_step=0)
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._worker = context.Process(target=_echo, args=(theirs,))
+        self._worker.start()
+        theirs.close()
+
+    def step(self, action):
+        self._pipe.send(super().step(action))
+        return self._pipe.recv()
+
+    def close(self):
+        self._worker.terminate()
+        self._worker.join()
+
+
+def _echo(pipe) -> None:
+    while True:
+        pipe.send(pipe.recv())
+
+
+def make_forking() -> Forking:
+    return Forking()
 
 
 def make_broken() -> FaultEnv:

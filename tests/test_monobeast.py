@@ -13,6 +13,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ import polybeast
 from core import losses, metrics, rollouts
 from core.spaces import ArraySpec, map_nest
 from core.supervise import ConfigError, start_thread
-from tests.conftest import DEADLINE_S, wait_until
+from tests.conftest import DEADLINE_S, ended, wait_until
 from tests.counting_env import check_rollout, decode
 
 T, E = 5, 3
@@ -133,7 +134,8 @@ def test_a_hundred_killed_actors_tear_no_rollout_and_block_nobody():
 
             def is_at_work(victim=victim) -> bool:
                 consume()  # One that never delivered would use up its budget.
-                return victim.process is not None and victim.budget.quick_deaths == 0
+                is_there = victim.process is not None and victim.process.pid is not None
+                return is_there and victim.budget.quick_deaths == 0
 
             wait_until(is_at_work)
             # Writing, running the network, or (nothing is consumed) waiting.
@@ -152,6 +154,22 @@ def test_a_hundred_killed_actors_tear_no_rollout_and_block_nobody():
         assert pool.buffers_accounted_for() == pool.buffers.num_buffers
         assert actors.received == learned + actors.stats()["buffers_full"] // E
         assert actors.discarded <= 100
+
+
+def test_an_actor_ends_with_all_that_its_environments_started():
+    with Pool(make_flags("tests.fault_env:make_forking")) as pool:
+        slot = pool.actors.slots[0]
+        wait_until(lambda: pool.next_rollout() and slot.budget._has_delivered)
+        actor = psutil.Process(slot.process.pid)
+        family = [actor, *actor.children()]
+        assert len(family) == 1 + E
+        actor.kill()
+        wait_until(lambda: pool.actors.poll(0.01) or pool.actors.restarts)
+        assert ended(family)
+        family = [psutil.Process(pid) for pid in pool.actors.pids()]
+        family += [child for actor in family for child in actor.children()]
+        assert len(family) > 1
+    assert ended(family)
 
 
 def test_a_slow_learner_starves_no_actor():

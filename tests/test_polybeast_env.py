@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -924,6 +925,11 @@ class Program:
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.pid).children(recursive=True)
 
+    def servers(self) -> list[psutil.Process]:
+        """Return the processes that serve; each is its guard's child (core.unit)."""
+        guards = psutil.Process(self.pid).children()
+        return [server for guard in guards for server in guard.children()]
+
     def kill(self) -> None:
         if self.process.poll() is None:
             children = self.children()
@@ -962,7 +968,7 @@ def test_servers_share_the_cores(start):
     cores = sorted(os.sched_getaffinity(0))
     program = start(*COUNTING, num_servers=2 * len(cores))
     program.wait_for_text("Serving")
-    assert sorted(child.cpu_affinity() for child in program.children()) == [
+    assert sorted(server.cpu_affinity() for server in program.servers()) == [
         [core] for core in cores for _ in range(2)
     ]
 
@@ -1026,11 +1032,11 @@ def test_ctrl_c_reaches_the_whole_group_and_still_ends_well(start, folder):
 def test_servers_leave_ctrl_c_to_their_parent(start, folder):
     program = start(*COUNTING, num_servers=1)
     program.wait_for_text("Serving")
-    [child] = program.children()
+    [server] = program.servers()
     with EnvClient(f"unix:{folder}/s") as client:
         started = time.monotonic()
         while time.monotonic() - started < 3 * supervise.DUPLICATE_S:
-            child.send_signal(signal.SIGINT)
+            server.send_signal(signal.SIGINT)
             client.step(0)
 
 
@@ -1046,7 +1052,7 @@ def test_servers_end_with_a_killed_parent(start):
     program = start(*COUNTING)
     program.wait_for_text("Serving")
     children = program.children()
-    assert len(children) == 2
+    assert len(children) == 2 * 2
     program.process.kill()
     program.process.wait()
     wait_until(lambda: ended(children))
@@ -1133,7 +1139,7 @@ def test_a_killed_server_comes_back_and_others_go_on(start, folder):
     ):
         before = play(steady, 25, actions())
         play(client, 25, actions())
-        program.children()[1].kill()
+        program.servers()[1].kill()
         with pytest.raises(grpc.RpcError):
             while True:
                 client.step(0)
@@ -1185,12 +1191,34 @@ def test_out_of_memory_servers_are_killed_before_their_supervisor(start):
     program = start("--env", "Catch", num_servers=2)
     program.wait_for_text("Serving")
     supervisor = psutil.Process(program.pid)
-    scores = [oom_score(p.pid) for p in (supervisor, *supervisor.children())]
+    scores = [oom_score(p.pid) for p in (supervisor, *program.servers())]
     assert scores == [oom_score("self"), 500, 500]
 
 
 def oom_score(pid):
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+def test_a_server_ends_with_all_that_its_environments_started(start, folder):
+    program = start("--env", "tests.fault_env:make_forking", num_servers=1)
+    program.wait_for_text("Serving")
+    for _ in range(2):
+        with reconnect(f"unix:{folder}/s") as client:
+            client.step(0)
+            children = program.children()
+            [server] = program.servers()
+            for worker in server.children():
+                names = [c.laddr for c in worker.net_connections("unix")]
+                assert f"{folder}/s" not in names  # It has no socket of the server's.
+                assert worker.num_threads() == 1  # None of gRPC's, which would read.
+            server.kill()
+            wait_until(functools.partial(ended, children))
+    program.wait_for_text("died (killed by SIGKILL)")
+    with reconnect(f"unix:{folder}/s") as client:
+        client.step(0)
+        children = program.children()
+        program.process.kill()
+        wait_until(lambda: ended(children))
 
 
 def test_a_server_that_achieves_something_is_restarted_for_ever(start, folder):
@@ -1356,8 +1384,8 @@ def test_servers_recover_from_running_out_of_files(start, folder):
             attacker.setblocking(False)
             with contextlib.suppress(OSError):
                 attacker.connect(f"{folder}/s")
-        child = program.children()[0]
-        wait_until(lambda: child.num_fds() >= 60)
+        server = program.servers()[0]
+        wait_until(lambda: server.num_fds() >= 60)
     with reconnect(f"unix:{folder}/s") as client:
         client.step(0)
 

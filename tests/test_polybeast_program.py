@@ -156,7 +156,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(train, run_dir, 
     program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
     program.wait_for(lambda: num_rows(run_dir) >= 3)
     family, sockets = program.family(), socket_folder(servers_of(program))
-    assert len(family) == 1 + N and len(list(sockets.iterdir())) == N
+    assert len(family) == 1 + 2 * N and len(list(sockets.iterdir())) == N
     os.kill(program.pid, signum)
     assert program.wait() == 75, program.text()
     step = load(run_dir).step
@@ -251,7 +251,7 @@ def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum)
         try:
             wait_until(lambda: num_rows(tmp_path / "x") or process.poll() is not None)
             family = psutil.Process(process.pid).children(recursive=True)
-            assert len(family) == 1 + N
+            assert len(family) == 1 + 2 * N
             os.killpg(process.pid, signum)
             process.wait(DEADLINE_S)
         finally:
