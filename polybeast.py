@@ -87,6 +87,7 @@ from core.run import (
 )
 from core.spaces import ArraySpec, Nest, flat_ranges, leaves, map_nest, row_spec
 from core.supervise import (
+    RECORD_BYTES,
     ConfigError,
     Exit,
     RestartBudget,
@@ -95,6 +96,7 @@ from core.supervise import (
     available_memory,
     continue_if_stopped,
     describe_exit,
+    from_child,
     join_threads,
     keep_freed_memory,
     let_learner_go_first,
@@ -914,9 +916,10 @@ class LocalServers:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _log_lines(self, process: subprocess.Popen) -> None:
-        for line in terminal.lines_of(process.stdout.fileno()):
-            self._last_line = line or self._last_line
-            log.info("%s", line)
+        for line in terminal.lines_of(process.stdout.fileno(), RECORD_BYTES):
+            level, text = from_child(line)
+            self._last_line = text or self._last_line
+            log.log(level, "%s", text)
 
     def check(self, received: int = 0) -> None:
         """Replace the servers' supervisor if it was killed; servers end with theirs.
@@ -1307,7 +1310,9 @@ def train_async(
                 )
                 raise_failures(threads)
                 for last_event in actors.take_events():
-                    log.warning("%s", last_event)
+                    is_good = last_event.endswith("connected again")
+                    level = logging.INFO if is_good else logging.WARNING
+                    log.log(level, "%s", last_event, extra={"repeats": True})
                 stats = actors.stats()
                 if servers is not None:
                     servers.check(stats["received"])
@@ -1325,6 +1330,7 @@ def train_async(
                         lambda: stage(stats, addresses, learner_queue),  # noqa: B023
                     )
         finally:
+            last = pool_stats(actors.stats(), learner_queue)
             watchdog.close()
             actors.stop()
             inference_batcher.close()
@@ -1332,7 +1338,7 @@ def train_async(
             join_threads(threads, JOIN_S)
     raise_failures(threads)  # A failure of the last moment is one, too.
     stats = actors.stats()
-    run.log(pool_stats(stats, learner_queue))  # With the last update.
+    run.log(last)  # With the last update, but without what the end discarded.
     others = {key.replace("_", " "): stats[key] for key in ("discarded", "in_flight")}
     check_ledger(learner, stats["received"], others)
 

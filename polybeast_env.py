@@ -61,6 +61,8 @@ from core.supervise import (
     STOP_SIGNALS,
     ConfigError,
     Exit,
+    ForParent,
+    Repeats,
     RestartBudget,
     StopSignal,
     be_killed_first_for_memory,
@@ -599,13 +601,15 @@ def raise_file_limit() -> None:
 
 
 def setup_logging(flags: argparse.Namespace) -> None:
-    """Log to stderr; to a parent, which adds the time itself, the bare text."""
-    style = (
-        "%(message)s"
-        if flags.with_parent
-        else "%(asctime)s %(levelname)-7s %(message)s"
-    )
+    """Log to stderr: lines for people, or for a parent that adds the time itself."""
+    style = "%(asctime)s %(levelname)-7s %(message)s"
     logging.basicConfig(level=logging.INFO, format=style, datefmt="%Y-%m-%d %H:%M:%S")
+    repeats = Repeats()
+    for handler in logging.getLogger().handlers:
+        if flags.with_parent:
+            handler.setFormatter(ForParent())  # It counts what comes again, too.
+        else:
+            handler.addFilter(repeats)
     logging.captureWarnings(True)
     # What gRPC finds worth printing is told here in better words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -457,7 +457,10 @@ class Server:
             run = _quote(hello.run_id)
             who = f"run {run} (environments from {hello.first_env_id} on) at {who}"
             with self._slot(hello, context) as slot:
-                log.info(
+                log.log(
+                    # The learner tells of streams that come back to it, which these
+                    # 16 bits count (first_incarnation in polybeast.py).
+                    logging.DEBUG if hello.incarnation & 0xFFFF else logging.INFO,
                     "Environments %d to %d: run %s at %s, start %d",
                     hello.first_env_id,
                     hello.first_env_id + self._num_envs - 1,

@@ -51,7 +51,7 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.text import Text
 
-from core.supervise import ConfigError
+from core.supervise import ConfigError, Repeats
 
 log = logging.getLogger(__name__)
 
@@ -894,7 +894,9 @@ class Logging:
         if run_dir is not None:
             self._file_handler = _FileHandler(run_dir / "out.log")
             self._handlers.append(self._file_handler)
+        repeats = Repeats()
         for handler in self._handlers:
+            handler.addFilter(repeats)
             handler.name = f"torchbeast {type(handler).__name__}"
             if not isinstance(handler, RichHandler):
                 handler.setFormatter(logging.Formatter(_LINE_FORMAT, _TIME_FORMAT))
@@ -926,6 +928,15 @@ class Logging:
             logging.captureWarnings(False)
             self._root.setLevel(self._old_level)
         self._handlers = []
+
+
+def frequent_warnings(n: int) -> list[str]:
+    """Return the n warnings that came most often since logging was set up."""
+    for handler in logging.getLogger().handlers:
+        for repeats in handler.filters:
+            if isinstance(repeats, Repeats):
+                return repeats.most_frequent(n)
+    return []
 
 
 def setup_logging(run_dir: Path | None, *, verbose: bool = False) -> Logging:

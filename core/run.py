@@ -46,6 +46,13 @@ log = logging.getLogger(__name__)
 
 MAX_BAD_UPDATES = 10  # Non-finite updates in a row that stop the run.
 LOCK_S = 10.0  # For an update to end, when a checkpoint or the last row waits for it.
+# What is not normal among the trainers' columns, for the last lines of a run.
+NOT_NORMAL = {
+    "actor_restarts": "actor restarts",
+    "rollouts_discarded": "rollouts discarded",
+    "reconnects": "reconnects",
+    "steps_discarded": "rows discarded",
+}
 LOG_S = 10.0  # At the end, for the row that is being written and shown.
 
 
@@ -457,7 +464,10 @@ class Run:
         flags, learner = self.flags, self.learner
         self._started = self._last_log = self._last_save = time.monotonic()
         self._last_step = learner.step
+        self._stats: dict[str, Any] = {}
+        skipped = learner.skipped
         with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self._sum_up(learner.skipped - skipped))
             self._log = stack.enter_context(
                 metrics.RunLog(
                     self.run_dir,
@@ -490,6 +500,7 @@ class Run:
         Raises:
           Exception: what the last attempt to log or save died of.
         """
+        self._stats = stats
         for job in self._jobs.values():
             if job.done():
                 job.result()
@@ -512,6 +523,17 @@ class Run:
         job = self._jobs.get(name)
         return job is None or not concurrent.futures.wait([job], limit_s).not_done
 
+    def _sum_up(self, skipped: int) -> None:
+        """Say at the end what was not normal since the start."""
+        counts = {text: self._stats.get(key, 0) for key, text in NOT_NORMAL.items()}
+        counts["updates skipped"] = skipped
+        parts = [f"{n} {text}" for text, n in counts.items() if n]
+        warnings = metrics.frequent_warnings(3)
+        if parts:
+            log.info("Not normal since the start: %s", ", ".join(parts))
+        if warnings:
+            log.info("The most frequent warnings: %s", "; ".join(warnings))
+
     def _save_last(self) -> None:
         self._wait_for("save")  # For ever: the checkpoint after it goes the same way.
         self.save()
@@ -532,6 +554,7 @@ class Run:
           StallError: an update is at work for longer than LOCK_S.
           Exception: what the last attempt to log died of.
         """
+        self._stats = stats
         if not self._wait_for("log", LOG_S):
             log.error("The last row is missing: the one before is still being written")
             return

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import enum
 import faulthandler
+import json
 import logging
 import math
 import os
@@ -106,6 +107,83 @@ class StopSignal:
 
 def _end_at_once(signum: int, frame: object) -> None:
     os._exit(128 + signum)  # Children follow: they watch for the end of this process.
+
+
+REPEAT_S = 600.0  # A warning that comes again is told at least this often.
+MAX_CAUSES = 1000  # That are told apart: what an environment says may differ each time.
+
+
+class Repeats:
+    """Tells a warning in full once, and then in a line whenever its count has doubled.
+
+    Also every REPEAT_S. Warnings have the same cause if their texts differ in numbers
+    only (those of exit statuses aside). A filter for logging's handlers, one for all of
+    them; a record of a lower level takes part if its `extra` has `repeats`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Guarded by the lock: count, first line, and when it was told, by cause.
+        self._causes: dict[str, tuple[int, str, float]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING and not hasattr(record, "repeats"):
+            return True
+        if not hasattr(record, "is_told"):  # It is every handler's first question.
+            record.__dict__["is_told"] = self._count(record)
+        return record.__dict__["is_told"]
+
+    def _count(self, record: logging.LogRecord) -> bool:
+        line = one_line(record.getMessage())
+        cause = re.sub(r"(?<!exit status )(0x[0-9a-f]+|\b\d+)", "#", line)
+        now = time.monotonic()
+        with self._lock:
+            if cause not in self._causes and len(self._causes) >= MAX_CAUSES:
+                cause = str(record.msg)
+            before, first, told_at = self._causes.get(cause, (0, line, now))
+            count = before + 1
+            is_told = count & before == 0 or now - told_at >= REPEAT_S
+            if record.levelno < logging.WARNING:
+                first = ""  # Nothing that is wrong.
+            self._causes[cause] = (count, first, now if is_told else told_at)
+        if count > 1:
+            record.msg, record.args = f"{line} ({count} times so far)", ()
+            record.exc_info = record.exc_text = None
+        return is_told
+
+    def most_frequent(self, n: int) -> list[str]:
+        """Return counts and first texts of the n warnings that came most often."""
+        with self._lock:
+            causes = [cause for cause in self._causes.values() if cause[1]]
+        causes.sort(key=lambda cause: -cause[0])
+        return [f"{count} x {first}" for count, first, _ in causes[:n]]
+
+
+def one_line(text: str) -> str:
+    """Return the first line of a text; of a traceback also the last one."""
+    first, *others = text.strip().splitlines() or [""]
+    if others and first.endswith("Traceback (most recent call last):"):
+        return f"{first} ... {others[-1]}"
+    return first
+
+
+RECORD_BYTES = 32 << 10  # Of `ForParent`'s lines: what a failed stream says, escaped.
+
+
+class ForParent(logging.Formatter):
+    """Makes one line of a log record, which `from_child` reads."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps([record.levelno, super().format(record)])
+
+
+def from_child(line: str) -> tuple[int, str]:
+    """Return level and text of a line from a child's output, its log's or not."""
+    with contextlib.suppress(ValueError):
+        match json.loads(line):
+            case [int(level), str(text)]:
+                return level, text
+    return logging.INFO, line.rstrip()
 
 
 def start_thread(

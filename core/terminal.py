@@ -216,7 +216,7 @@ def redirect_output(theirs: connection.Connection) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
 
 
-def lines_of(fd: int) -> Iterator[str]:
+def lines_of(fd: int, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[str]:
     """Yield the lines that processes write into a pipe, until all have closed it.
 
     Of long lines the end is left out, and of more than BYTES_PER_S, after a burst,
@@ -236,14 +236,14 @@ def lines_of(fd: int) -> Iterator[str]:
             yield f"[{left_out:,} bytes of output left out]"
             left_out, rest = 0, b""
         *lines, rest = (rest + chunk).split(b"\n")
-        yield from map(_cut, lines)
-        rest = rest[: MAX_LINE_BYTES + 1]
+        yield from (_cut(line, max_line_bytes) for line in lines)
+        rest = rest[: max_line_bytes + 1]
     if rest:
-        yield _cut(rest)
+        yield _cut(rest, max_line_bytes)
     if left_out:
         yield f"[{left_out:,} bytes of output left out]"
 
 
-def _cut(line: bytes) -> str:
-    text = line[:MAX_LINE_BYTES].decode(errors="replace").rstrip()
-    return f"{text} [cut]" if len(line) > MAX_LINE_BYTES else text
+def _cut(line: bytes, max_bytes: int) -> str:
+    text = line[:max_bytes].decode(errors="replace").rstrip()
+    return f"{text} [cut]" if len(line) > max_bytes else text

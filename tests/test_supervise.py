@@ -3,6 +3,7 @@
 
 import collections
 import faulthandler
+import logging
 import multiprocessing
 import os
 import re
@@ -573,6 +574,82 @@ def test_the_soft_limit_really_is_raised():
         print(resource.getrlimit(resource.RLIMIT_NOFILE) == (67, hard))
     """)
     assert done.stdout == "True\n", done.stderr
+
+
+# --------------------------------------------------------------- what comes again
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Return (a logger, its filter, what each of its two handlers told)."""
+    log, repeats = logging.Logger("told"), supervise.Repeats()
+    told: list[list[str]] = [[], []]
+    for lines in told:
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())
+        handler.addFilter(repeats)
+        log.addHandler(handler)
+    return log, repeats, told
+
+
+TRACE = "Traceback (most recent call last):\n  File ...\nValueError: at 0x{:x}"
+
+
+def test_a_warning_that_comes_again_is_told_in_one_line_whenever_its_count_doubles(
+    told,
+):
+    log, repeats, (lines, others) = told
+    for i in range(1, 21):
+        log.warning("Actor %d died (%s)", i, TRACE.format(i))
+        log.info("step %d", i)  # No warning.
+    first, *again = [line for line in lines if "step" not in line]
+    assert first == f"Actor 1 died ({TRACE.format(1)})"
+    assert [line.partition(" died (Trace")[0] for line in again] == [
+        f"Actor {i}" for i in (2, 4, 8, 16)
+    ]
+    assert again[-1].endswith("last): ... ValueError: at 0x10) (16 times so far)")
+    assert len(lines) == 25 and others == lines
+    log.warning("Server %d died (exit status %d)", 1, 3)
+    log.warning("Server %d died (exit status %d)", 2, 139)
+    log.info("stream %d: connected again", 1, extra={"repeats": True})
+    for i in (2, 3):
+        log.info("stream %d: connected again", i, extra={"repeats": True})
+    assert [line.partition(" ")[0] for line in lines[25:]] == [
+        *["Server", "Server"],
+        *["stream", "stream"],
+    ]
+    frequent, second = repeats.most_frequent(2)
+    assert frequent.startswith("20 x Actor 1 died (Traceback")
+    assert second == "1 x Server 1 died (exit status 3)"
+
+
+def test_a_warning_that_goes_on_coming_is_told_now_and_then(told, clock):
+    log, _, (lines, _) = told
+    for _ in range(9):
+        log.warning("no server")
+    clock.now += supervise.REPEAT_S
+    log.warning("no server")
+    log.warning("no server")
+    assert lines[-2:] == [f"no server ({n} times so far)" for n in (8, 10)]
+
+
+def test_causes_without_end_take_no_memory_without_end(told, monkeypatch):
+    monkeypatch.setattr(supervise, "MAX_CAUSES", 3)
+    log, repeats, (lines, _) = told
+    for i in range(20):
+        log.warning("%s is wrong", chr(ord("a") + i))
+    assert len(lines) == 3 + 5  # Those, and of 17 others numbers 1, 2, 4, 8 and 16.
+    assert repeats.most_frequent(1) == ["17 x d is wrong"]
+
+
+def test_a_parent_reads_what_a_child_logs_and_what_its_environments_print():
+    record = logging.makeLogRecord(
+        {"msg": "it\nfailed: %d", "args": (3,), "levelno": logging.WARNING}
+    )
+    line = supervise.ForParent().format(record)
+    assert supervise.from_child(line + "\n") == (logging.WARNING, "it\nfailed: 3")
+    for printed in ("loading...", "", "[1, 2]", '{"a": 1}', "[", "7"):
+        assert supervise.from_child(printed + "\n") == (logging.INFO, printed)
 
 
 def test_many_more_processes_than_cores_are_remarked_on(machine):

@@ -713,7 +713,13 @@ def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path, env):
     assert re.search(
         r"Current thread .*\n(.*  File .*\n)*.*  File .*fault_env.py", text
     )
-    assert int(log_rows(tmp_path / "runs" / "x")[-1]["actor_restarts"]) >= 1
+    last = log_rows(tmp_path / "runs" / "x")[-1]
+    assert int(last["actor_restarts"]) >= 1
+    assert (
+        f"Not normal since the start: {last['actor_restarts']} actor restarts, "
+        f"{last['rollouts_discarded']} rollouts discarded\n"
+    ) in text
+    assert re.search(r"most frequent warnings: .*Actor \d hangs: ", text)
 
 
 def impatient_hanging_env():
