@@ -103,6 +103,9 @@ class Terminal(io.TextIOBase):
 
     # As the stream itself. `pdb` edits lines only where the descriptor is the same.
 
+    def __getattr__(self, name: str) -> Any:  # `buffer`, say: bytes may wait.
+        return getattr(self._stream, name)
+
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._encoding

@@ -93,6 +93,7 @@ def test_what_others_do_with_the_descriptor_stays_as_it_is(reader_and_stream):
     shown = Terminal(stream)
     assert not fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK
     assert shown.fileno() == stream.fileno()
+    assert shown.buffer is stream.buffer  # Some libraries write bytes.
 
 
 def test_a_file_is_written_in_turn_with_who_else_has_it(tmp_path):
