@@ -106,7 +106,7 @@ from core.supervise import (
     show_stacks,
     start_thread,
 )
-from core.unit import Unit
+from core.unit import Unit, limit_calls
 
 log = logging.getLogger("monobeast")
 
@@ -543,14 +543,15 @@ def read_spaces(flags: argparse.Namespace) -> Spaces:
     Raises:
       ConfigError: there is no such environment, or nobody could learn it.
     """
-    try:
-        envs = environment.Environments(lambda: create_env(flags), 1, seed=0)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    try:
-        return Spaces(envs.observation_space, envs.action_space)
-    finally:
-        envs.close()
+    with limit_calls(flags.env_step_timeout_s) as clock:
+        try:
+            envs = environment.Environments(
+                lambda: create_env(flags), 1, seed=0, clock=clock
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        with contextlib.closing(envs):
+            return Spaces(envs.observation_space, envs.action_space)
 
 
 def net_outputs(spaces: Spaces) -> dict[str, ArraySpec]:

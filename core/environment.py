@@ -531,6 +531,18 @@ class Environments:
         for k in range(len(self.envs)):
             self._step(k, actions, rows)
 
+    def render(self, k: int = 0) -> Any:
+        """Return what environment k draws.
+
+        Raises:
+          EnvError: it raised.
+        """
+        self._clock[0] = time.monotonic()
+        try:
+            return self.envs[k].render()
+        except BaseException as error:
+            raise self._env_error(k, error) from error
+
     def close(self) -> None:
         """Close all environments; calling it again is fine."""
         with _only_exceptions("close()"):

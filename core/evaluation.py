@@ -9,6 +9,7 @@ import json
 import math
 import secrets
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from core.environment import Environments
 from core.run import seed_rng
 from core.spaces import Nest, map_nest
 from core.supervise import ConfigError
+from core.unit import limit_calls
 
 # (row [1, ...], recurrent state) -> (actions [1, ...], recurrent state).
 Policy = Callable[[Nest, Any], tuple[np.ndarray, Any]]
@@ -64,7 +66,7 @@ def play(
                 add_frame = stack.enter_context(_video(path, envs.envs[0]))
             while True:
                 if add_frame is not None:
-                    add_frame(np.asarray(envs.envs[0].render()))
+                    add_frame(np.asarray(envs.render()))
                 actions, state = policy(row, state)
                 envs.step(actions, row)
                 ended = not math.isnan(row["info"]["game_return"][0])
@@ -184,11 +186,18 @@ def test_run(
         render_mode = "rgb_array"
     seed = flags.seed if flags.seed is not None else secrets.randbelow(2**31)
     seed_rng(seed)
-    try:
-        envs = create_envs(render_mode=render_mode, seed=seed, seed_every_game=True)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    with contextlib.closing(envs):
+    # Whoever sits at the terminal may be in pdb, and sees what does not go on.
+    is_alone = sys.stdin is None or not sys.stdin.isatty()
+    limit = limit_calls(flags.env_step_timeout_s) if is_alone else None
+    with contextlib.ExitStack() as stack:
+        clock = None if limit is None else stack.enter_context(limit)
+        try:
+            envs = create_envs(
+                render_mode=render_mode, seed=seed, seed_every_game=True, clock=clock
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        stack.enter_context(contextlib.closing(envs))
         net = create_net(envs.observation_space, envs.action_space)
         net.load_state_dict(checkpoint.weights_for(net, found))
         print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")

@@ -11,28 +11,37 @@ group it is in. When the worker ends, or the program, the guard kills what is le
 then ends as the worker did. If the guard is killed, the kernel ends the worker, and the
 program kills the rest.
 
-Needs neither numpy nor torch: environment servers use it.
+`limit_calls` is for environments in the program's own process.
 """
 
 import contextlib
 import ctypes
+import faulthandler
+import logging
 import multiprocessing
 import os
 import resource
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from core.supervise import Exit, exit_with_parent, send_at_parents_end
+import numpy as np
+
+from core import terminal
+from core.supervise import Exit, dump_stacks, exit_with_parent, send_at_parents_end
+
+log = logging.getLogger(__name__)
 
 HAS_GUARD = sys.platform == "linux"
 MARK = "TORCHBEAST_UNIT"  # In the environment of what a unit's environments start.
 END_S = 5.0  # For killed processes to be gone; one in a disk's driver may take longer.
+LOOK_S = 0.2  # Between two looks at the clock of environments in this process.
 END = signal.SIGQUIT  # What tells a guard to end its unit.
 GUARD_SIGNALS = {
     *(END, signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
@@ -250,6 +259,50 @@ def _children_of(pid: int) -> Iterator[int]:
             if int(fields[1]) == pid:
                 children.append((int(fields[19]), int(stat.parent.name)))
     yield from (child for _, child in sorted(children))
+
+
+@contextlib.contextmanager
+def limit_calls(limit_s: float) -> Iterator[np.ndarray]:
+    """Give a clock to environments in this process; end it if one call takes too long.
+
+    All stacks are shown first, and what the environments started is killed. The exit
+    status is 70, or 1 if C code holds the GIL: then only faulthandler can act.
+    """
+    clock = np.zeros(1)  # See `core.environment.Environments`.
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(LOOK_S):
+            # It fires if this thread does not come back.
+            faulthandler.dump_traceback_later(
+                limit_s + END_S, exit=True, file=terminal.urgent_fd()
+            )
+            if clock[0] == 0 or time.monotonic() - clock[0] <= limit_s:
+                continue
+            log.error(
+                "One call of the environment has taken %g s (--env_step_timeout_s)",
+                limit_s,
+            )
+            dump_stacks()
+            for pid in _descendants_of(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            os._exit(Exit.INTERNAL)
+
+    thread = threading.Thread(target=watch, name="environment-watch", daemon=True)
+    thread.start()
+    try:
+        yield clock
+    finally:
+        done.set()
+        thread.join()  # Whoever forks next must have one thread.
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _descendants_of(pid: int) -> Iterator[int]:
+    for child in _children_of(pid):
+        yield from _descendants_of(child)
+        yield child
 
 
 def _become_subreaper() -> None:

@@ -60,6 +60,15 @@ def make_hanging() -> FaultEnv:
     return FaultEnv(lambda: time.sleep(1e6), at_step=25)
 
 
+class HangingInClose(FaultEnv):
+    def close(self):
+        time.sleep(1e6)
+
+
+def make_hanging_in_close() -> FaultEnv:
+    return HangingInClose(fail, at_step=-1)
+
+
 def make_hanging_in_some() -> FaultEnv:
     """Hangs in servers that were started with HANGS in their environment."""
     return make_hanging() if "HANGS" in os.environ else FaultEnv(fail, at_step=-1)

@@ -722,6 +722,21 @@ def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path, env):
     assert re.search(r"most frequent warnings: .*Actor \d hangs: ", text)
 
 
+def test_an_environment_that_hangs_in_the_programs_own_process_ends_it(start):
+    """At the start, where it is asked for its spaces, and in test mode."""
+    limit = ("--env_step_timeout_s", 1)
+    hangs = ("--env", "tests.fault_env:make_hanging", "--xpid", "x")  # In step 25.
+    trains = start(*SERIAL, *hangs, "--total_steps", 40)
+    asks = start("--env", "tests.fault_env:make_hanging_in_close", *limit)
+    assert asks.wait() == 70, asks.text()
+    assert trains.wait() == 0, trains.text()
+    plays = start("--mode", "test", *hangs, *limit)
+    assert plays.wait() == 70, plays.text()
+    for program, function in ((asks, "close"), (plays, "<lambda>")):
+        assert "has taken 1 s (--env_step_timeout_s)" in program.text()
+        assert re.search(rf"fault_env.py.*in {function}", program.text())
+
+
 def impatient_hanging_env():
     """Hangs in a process whose watchdog allows no more than twice the limit."""
     supervise.HANG_GRACE_S = 0.0
