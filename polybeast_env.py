@@ -262,7 +262,7 @@ class ServerSlot:
 
     index: int
     address: str
-    progress: np.ndarray  # [S, 2] float64, shared: see `core.env_server.Server`.
+    progress: np.ndarray  # [2 * S, 2] float64, shared: see `core.env_server.Server`.
     budget: RestartBudget
     process: Unit | None = None  # None while it waits for `restart_at`.
     pipe: connection.Connection | None = None  # What it has to say.
@@ -286,9 +286,9 @@ class Servers:
         self._stop = stop
         self._context = multiprocessing.get_context("fork")
         self._cores = own_cores(flags)
-        S = flags.streams_per_server
-        shared = mmap.mmap(-1, len(addresses) * S * 2 * 8)
-        progress = np.frombuffer(shared).reshape(len(addresses), S, 2)
+        places = 2 * flags.streams_per_server
+        shared = mmap.mmap(-1, len(addresses) * places * 2 * 8)
+        progress = np.frombuffer(shared).reshape(len(addresses), places, 2)
         self.slots = [
             ServerSlot(i, address, progress[i], RestartBudget())
             for i, address in enumerate(addresses)

@@ -259,10 +259,11 @@ class _Holder:
 
     run_id: str
     first_env_id: int
-    slot: int
+    slot: int  # Its row of `progress`.
     peer: str
     since: str  # Of the clock, for people.
     cancel: Callable[[], Any]
+    is_closing: bool = False  # Its environments are.
 
 
 class Server:
@@ -286,10 +287,11 @@ class Server:
       tls_dir: a folder with ca.pem, cert.pem and key.pem: over TCP, serve nobody who
         does not show a certificate of that CA, and encrypt.
       insecure: serve other machines without.
-      progress: [S, 2] float64, written by the server: the number of steps that the
+      progress: [2 * S, 2] float64, written by the server: the number of steps that the
         streams in this place ever took, and since when (`time.monotonic`) the present
         call into an environment lasts, 0 between calls. In shared memory, another
-        process can watch.
+        process can watch. There are more than S places because a stream whose
+        environments take long to close does not keep its own run out.
       keepalive_s: a learner whose machine is frozen or cut off is noticed within twice
         this, and its environments are freed.
     """
@@ -320,7 +322,9 @@ class Server:
         self._keepalive_ms = round(1000 * keepalive_s)
         self._tls_dir = tls_dir
         self._insecure = insecure
-        self._progress = np.zeros((num_streams, 2)) if progress is None else progress
+        if progress is None:
+            progress = np.zeros((2 * num_streams, 2))
+        self._progress = progress
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._server: grpc.Server | None = None
         # Guards what follows; notified of every change.
@@ -456,7 +460,7 @@ class Server:
             # All peers at a unix socket have one name.
             run = _quote(hello.run_id)
             who = f"run {run} (environments from {hello.first_env_id} on) at {who}"
-            with self._slot(hello, context) as slot:
+            with self._place(hello, context) as holder:
                 log.log(
                     # The learner tells of streams that come back to it, which these
                     # 16 bits count (first_incarnation in polybeast.py).
@@ -468,7 +472,7 @@ class Server:
                     context.peer(),
                     hello.incarnation,
                 )
-                yield from self._play(hello, slot, requests)
+                yield from self._play(hello, holder, requests)
         except grpc.RpcError:
             pass  # The learner is gone, or this server has cut it off.
         except _Busy as error:
@@ -533,11 +537,12 @@ class Server:
             )
 
     @contextlib.contextmanager
-    def _slot(self, hello: Hello, context: Any) -> Iterator[int]:
+    def _place(self, hello: Hello, context: Any) -> Iterator[_Holder]:
         """Hold one of the places for streams.
 
         A learner that was started again may find that its old stream still has the
-        place: then that one is ended.
+        place: then that one is ended. If its environments take long to close, the new
+        one begins meanwhile.
 
         Raises:
           _Busy: others have them all.
@@ -555,9 +560,10 @@ class Server:
             self._changed.wait_for(
                 lambda: not any(holder in self._holders for holder in old), TAKEOVER_S
             )
+            others = [h for h in self._holders if not (h in old and h.is_closing)]
             taken = [holder.slot for holder in self._holders]
-            free = [i for i in range(self._num_streams) if i not in taken]
-            if not free:
+            free = [i for i in range(len(self._progress)) if i not in taken]
+            if len(others) >= self._num_streams or not free:
                 raise _Busy(self._busy())
             holder = _Holder(
                 run_id=hello.run_id,
@@ -569,7 +575,7 @@ class Server:
             )
             self._holders.append(holder)
         try:
-            yield holder.slot
+            yield holder
         finally:
             self._progress[holder.slot, 1] = 0.0
             with self._changed:
@@ -587,7 +593,7 @@ class Server:
         )
 
     def _play(
-        self, hello: Hello, slot: int, requests: Iterator[bytes]
+        self, hello: Hello, holder: _Holder, requests: Iterator[bytes]
     ) -> Iterator[bytes]:
         """Step new environments as the learner says."""
         step_arrays, rows_spec = self._step_arrays(hello)
@@ -598,7 +604,7 @@ class Server:
         action = self._action_frame()
         actions = _nest_of(action.arrays, spaces.spec_of(self._action_space))
         checks = _action_checks(self._action_space, actions)
-        progress = self._progress[slot]
+        progress = self._progress[holder.slot]
         clock = progress[1:]
 
         # Environments may use these; forked processes would share their state.
@@ -615,7 +621,7 @@ class Server:
                 truncation_is_done=hello.truncation_is_done,
                 clock=clock,
             )
-        with _closing(envs, clock):
+        with _closing(envs, clock, holder):
             if _space_messages(envs) != self._space_messages:
                 raise EnvSpecError(
                     f"{self._name} has other spaces than when this server started: "
@@ -789,11 +795,15 @@ def _clock_runs(clock: np.ndarray) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _closing(envs: Any, clock: np.ndarray) -> Iterator[None]:
+def _closing(
+    envs: Any, clock: np.ndarray, holder: _Holder | None = None
+) -> Iterator[None]:
     """Close the environments at the end, whatever they think of it."""
     try:
         yield
     finally:
+        if holder is not None:
+            holder.is_closing = True
         try:
             with _clock_runs(clock):
                 envs.close()

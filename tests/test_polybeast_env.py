@@ -582,6 +582,28 @@ def test_a_learner_that_comes_back_takes_its_place_over(serve):
         assert status.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+def test_a_stream_that_is_closed_does_not_keep_its_own_run_out(serve, monkeypatch):
+    monkeypatch.setattr(env_server, "TAKEOVER_S", 0.1)
+    may_close = threading.Event()
+
+    class Slow(counting_env.CountingEnv):
+        def close(self):
+            may_close.wait(2 * DEADLINE_S)
+
+    may_close.set()  # It is made and closed once to be asked for its spaces.
+    server = serve(Slow)
+    may_close.clear()
+    with EnvClient(server.address, run_id="run") as old:
+        old.step(0)
+    with reconnect(server.address, run_id="run") as new:
+        new.step(0)
+        for run_id in ("run", "another"):  # Two places at most, and no other's.
+            with pytest.raises(grpc.RpcError) as status:
+                EnvClient(server.address, run_id=run_id)
+            assert status.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    may_close.set()
+
+
 def test_a_run_without_a_name_takes_nothing_over(serve):
     server = serve(counting_env.make)
     with EnvClient(server.address) as client:
