@@ -254,7 +254,7 @@ def test_global_generators_are_seeded_for_each_stream(serve):
     server = serve(Lottery)
 
     def reward(**hello):
-        with EnvClient(server.address, **hello) as client:
+        with reconnect(server.address, **hello) as client:
             return float(client.step(0)["reward"][0])
 
     first = reward(seed=1, first_env_id=0)
