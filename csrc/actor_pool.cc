@@ -105,6 +105,20 @@ Clock::duration seconds(double s) {
       std::chrono::duration<double>(s));
 }
 
+// std::swap_ranges goes byte by byte, and takes five times as long.
+void swap_bytes(char* a, char* b, size_t size) {
+  std::array<char, 4096> buffer;
+  while (size > 0) {
+    const size_t n = std::min(size, buffer.size());
+    std::memcpy(buffer.data(), a, n);
+    std::memcpy(a, b, n);
+    std::memcpy(b, buffer.data(), n);
+    a += n;
+    b += n;
+    size -= n;
+  }
+}
+
 bool is_busy(StreamState state) {
   return state == StreamState::kReceiving ||
          state == StreamState::kWaitingForInference ||
@@ -1157,7 +1171,7 @@ void ActorPool::Impl::move_lane(const Move& move) const {
       char* b = young[i].data + move.young_lane * size;
       for (int64_t t = 0; t <= options_.unroll_length; ++t) {
         if (t < filled) {
-          std::swap_ranges(a, a + size, b);
+          swap_bytes(a, b, size);
         } else {
           std::memcpy(a, b, size);
         }
@@ -1174,7 +1188,7 @@ void ActorPool::Impl::move_lane(const Move& move) const {
     char* a = move.old->state[i].data + move.old_lane * size;
     char* b = move.young->state[i].data + move.young_lane * size;
     for (size_t j = 0; j < leaf.outer; ++j) {
-      std::swap_ranges(a, a + size, b);
+      swap_bytes(a, b, size);
       a += env_->columns * leaf.inner;
       b += env_->columns * leaf.inner;
     }

@@ -101,7 +101,9 @@ unsigned long main_thread = 0;  // NOLINT: as PyThread_get_thread_ident has it.
 // Ctrl-C must reach a main thread that waits in C++.
 void check_signals() {
   const PyGILState_STATE state = PyGILState_Ensure();
-  const bool raised = PyErr_CheckSignals() != 0;
+  // With an error set no handler may run. Then the work is ending because of
+  // it.
+  const bool raised = !PyErr_Occurred() && PyErr_CheckSignals() != 0;
   PyGILState_Release(state);
   if (raised) throw Interrupted();
 }
@@ -130,7 +132,9 @@ auto without_gil(const Work& work) {
   PyEval_RestoreThread(thread);
 
   undertaker().bury();
-  if (interrupted) throw py::error_already_set();
+  // Also if the work ended otherwise meanwhile: the handler's error is still
+  // set.
+  if (interrupted || PyErr_Occurred()) throw py::error_already_set();
   if (error) std::rethrow_exception(error);
   return std::move(*result);
 }
@@ -511,9 +515,22 @@ std::vector<std::weak_ptr<ActorPool>>& pools() {
   return *pools;
 }
 
+bool was_forked = false;  // With the GIL.
+
+// For a process that was forked: it has none of the pools' threads, so nobody
+// may wait for them. The pools are never destroyed there.
+void after_fork_in_child() {
+  was_forked = true;
+  static auto* const forgotten = new std::vector<std::shared_ptr<ActorPool>>();
+  for (const auto& weak : std::exchange(pools(), {})) {
+    if (auto pool = weak.lock()) forgotten->push_back(std::move(pool));
+  }
+}
+
 // For atexit: what calls Python from threads of the core ends now. Queues and
 // batchers go on, as later exit handlers may want to use them.
 void end() {
+  if (was_forked) return;
   for (const auto& weak : std::exchange(pools(), {})) {
     if (const auto pool = weak.lock()) {
       call_without_gil([&pool] { pool->stop(); });
@@ -809,6 +826,8 @@ PYBIND11_MODULE(_C, m) {
   bind_dynamic_batcher(m);
   bind_actor_pool(m);
   py::module_::import("atexit").attr("register")(py::cpp_function(&end));
+  py::module_::import("os").attr("register_at_fork")(
+      py::arg("after_in_child") = py::cpp_function(&after_fork_in_child));
   m.def("describe", &describe_server, py::arg("address"),
         py::kw_only(),  // Blocks.
         py::arg("info_keys") = py::tuple(), py::arg("run_id") = "",

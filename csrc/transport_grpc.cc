@@ -501,6 +501,12 @@ struct OneCall {
 std::string describe(const std::string& address, const std::string& hello,
                      double timeout_s, const std::optional<Tls>& tls) {
   using Clock = std::chrono::steady_clock;  // Nobody can set it.
+  if (!(timeout_s >= 0)) {
+    throw std::invalid_argument("timeout_s is " + std::to_string(timeout_s) +
+                                ", expected a number of seconds >= 0");
+  }
+  constexpr double kForeverS = 1e9;  // More does not fit into gRPC's clock.
+  timeout_s = std::min(timeout_s, kForeverS);
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(
                          std::chrono::duration<double>(timeout_s));

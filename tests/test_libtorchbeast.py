@@ -3,8 +3,10 @@
 
 import ast
 import collections
+import functools
 import gc
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -20,6 +22,7 @@ import pytest
 import torch
 
 import libtorchbeast
+from core import env_server, toys, wire
 from libtorchbeast import ActorPool, BatchingQueue, ClosedBatchingQueue, DynamicBatcher
 from tests.conftest import DEADLINE_S, wait_until
 
@@ -762,3 +765,65 @@ def test_build_without_a_compiler_or_grpc_fails_only_if_asked_to(
     assert "/nowhere/tool" in said
     assert "apt-get install g++ pkg-config libgrpc++-dev" in said
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_signal_handler_that_raises_while_run_is_ending_raises_its_error():
+    queue, batcher = BatchingQueue(), DynamicBatcher()
+    pool = ActorPool(5, queue, batcher, [NO_SERVER], ())
+
+    def handle(signum, frame):
+        queue.close()  # run() ends for this reason as well.
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+FORK = """
+import libtorchbeast, os, sys, threading
+queue, batcher = libtorchbeast.BatchingQueue(), libtorchbeast.DynamicBatcher()
+pool = libtorchbeast.ActorPool(5, queue, batcher, [sys.argv[1]], ())
+thread = threading.Thread(target=pool.run)
+thread.start()
+while not pool.take_events():
+    pass
+child = os.fork()
+if not child:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+pool.stop()
+thread.join()
+"""
+
+
+def test_a_forked_child_of_a_process_with_a_live_pool_can_exit():
+    command = [sys.executable, "-W", "ignore", "-c", FORK, NO_SERVER]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, math.nan])
+def test_describe_refuses_a_time_limit_that_is_none(timeout_s):
+    with pytest.raises(ValueError, match="timeout_s is .* expected a number of sec"):
+        libtorchbeast.describe(NO_SERVER, timeout_s=timeout_s)
+
+
+def test_describe_without_a_time_limit_waits_for_the_server(tmp_path, background):
+    address = f"unix:{tmp_path}/late"
+    describe = functools.partial(libtorchbeast.describe, timeout_s=math.inf)
+    asked = background(describe, address)
+    server = env_server.Server(toys.Catch, address, num_envs=1, num_streams=1)
+    server.start()
+    running = background(server.run)
+    try:
+        wire.decode_welcome(asked.result(DEADLINE_S))
+    finally:
+        server.stop()
+        running.result(DEADLINE_S)
