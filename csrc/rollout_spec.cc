@@ -408,7 +408,7 @@ void check_values(const EnvSpec& spec, const Segments& message,
   const auto& arrays = spec.welcome.step_arrays;
   wire::check_finite(message, step.arrays[spec.reward], arrays[spec.reward]);
   for (const auto& [i, range] : spec.ranges) {
-    wire::check_range(message, step.arrays[i], arrays[i], range);
+    wire::check_range(message, step.arrays[i], arrays[i], range, spec.num_envs);
   }
 }
 

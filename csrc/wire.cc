@@ -350,10 +350,11 @@ void check_array(const Segments& message, Piece piece, const ArraySpec& spec,
   }
 }
 
-// The numbers of an array. Scalars only: this allocates.
+// The numbers of an array, until this thread's next call.
 template <typename T>
-std::vector<T> load(const Segments& message, Piece piece) {
-  std::vector<T> values(piece.size / sizeof(T));
+const std::vector<T>& load(const Segments& message, Piece piece) {
+  thread_local std::vector<T> values;  // Its memory is used again.
+  values.resize(piece.size / sizeof(T));
   copy(message, piece, reinterpret_cast<char*>(values.data()));
   return values;
 }
@@ -610,12 +611,14 @@ void decode_step(const Segments& message, Piece body,
 }
 
 void check_range(const Segments& message, Piece piece, const ArraySpec& spec,
-                 const ValueRange& range) {
-  const size_t n = range.low.size();
-  const auto values = load<int64_t>(message, piece);
+                 const ValueRange& range, size_t num_envs) {
+  const auto& values = load<int64_t>(message, piece);
+  const size_t n = values.size() / num_envs;
+  // Of a stack that may be the newest frame alone, which is the last one.
+  const size_t first = range.low.size() - n;
   for (size_t i = 0; i < values.size(); ++i) {
-    const int64_t low = range.low[i % n];
-    const int64_t high = range.high[i % n];
+    const int64_t low = range.low[first + i % n];
+    const int64_t high = range.high[first + i % n];
     if (low <= values[i] && values[i] <= high) continue;
     throw DecodeError("array " + path_name(spec) + " of environment " +
                       std::to_string(i / n) + " in this stream has " +
@@ -625,7 +628,7 @@ void check_range(const Segments& message, Piece piece, const ArraySpec& spec,
 }
 
 void check_finite(const Segments& message, Piece piece, const ArraySpec& spec) {
-  const auto values = load<float>(message, piece);
+  const auto& values = load<float>(message, piece);
   for (size_t k = 0; k < values.size(); ++k) {
     if (std::isfinite(values[k])) continue;
     throw DecodeError("array " + path_name(spec) + " of environment " +

@@ -134,7 +134,7 @@ void decode_step(const Segments& message, Piece body,
 // Both throw DecodeError, naming environment, expected and got. The array has
 // been checked by decode_step.
 void check_range(const Segments& message, Piece piece, const ArraySpec& spec,
-                 const ValueRange& range);
+                 const ValueRange& range, size_t num_envs);
 void check_finite(const Segments& message, Piece piece,  // float32
                   const ArraySpec& spec);
 
