@@ -330,36 +330,37 @@ def test_discrete_observations_become_one_hot_from_their_start():
     assert seen[0].tolist() == expected
 
 
-def core_inputs(net, rows):
-    """Return what the heads of a net without LSTM see: [T*B, features + A + 1]."""
-    seen = []
-    hook = net.policy.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+def outputs_of(net, rows, **changes):
+    """Return logits and baseline of some rows with other entries."""
     with torch.no_grad():
-        net(rows)
-    hook.remove()
-    return seen[0]
+        outputs, _ = net({**rows, **changes})
+    return torch.cat([outputs["policy_logits"], outputs["baseline"][..., None]], -1)
 
 
-@pytest.mark.parametrize("start", [0, -3, 4])
-def test_the_core_sees_the_last_action_from_its_start_as_one_hot(start):
-    action_space = spaces.Discrete(A, start=start)
-    net = make_net(VECTORS["box"], action_space)
-    rows = make_rows(VECTORS["box"], action_space)
-    one_hot = core_inputs(net, rows)[:, -A:]
-    expected = np.eye(A)[rows["last_action"].numpy().ravel() - start]
-    np.testing.assert_array_equal(one_hot.numpy(), expected)
+@pytest.mark.parametrize("start", [-3, 4])
+def test_the_last_action_counts_from_its_start(start):
+    rows = make_rows(VECTORS["box"], spaces.Discrete(A))
+    expected = outputs_of(make_net(VECTORS["box"]), rows)
+    net = make_net(VECTORS["box"], spaces.Discrete(A, start=start))
+    actions = rows["last_action"] + start
+    assert torch.equal(outputs_of(net, rows, last_action=actions), expected)
+    actions = start + (rows["last_action"] + 1) % A
+    others = outputs_of(net, rows, last_action=actions)
+    assert (others != expected).any(-1).all()
 
 
 @pytest.mark.parametrize("clip_rewards", [True, False])
-def test_the_core_sees_the_reward_clipped_like_the_losss(clip_rewards):
+def test_the_net_sees_the_reward_clipped_like_the_losss(clip_rewards):
     net = make_net(VECTORS["box"], clip_rewards=clip_rewards)
     rows = make_rows(VECTORS["box"], spaces.Discrete(A))
-    rewards = core_inputs(net, rows)[:, -A - 1].numpy()
-    expected = rows["reward"].numpy().ravel()
-    assert (np.abs(expected) > 1).any()
-    if clip_rewards:
-        expected = np.clip(expected, -1, 1)
-    np.testing.assert_array_equal(rewards, expected)
+    reward = rows["reward"]
+    is_clipped = reward.abs() > 1
+    assert is_clipped.any() and not is_clipped.all()
+    found = outputs_of(net, rows)
+    clipped = outputs_of(net, rows, reward=reward.clamp(-1, 1))
+    differs = (found != clipped).any(-1)
+    assert torch.equal(differs, is_clipped & (not clip_rewards))
+    assert (found != outputs_of(net, rows, reward=torch.zeros(T, B))).any(-1).all()
 
 
 @pytest.mark.parametrize(
