@@ -166,8 +166,9 @@ def polybeast_run(tmp_path_factory) -> SimpleNamespace:
             connected_as_nobody={connect_as_nobody(path) for path in modes},
             run_folder=run.folder,
         )
-        servers.children()[0].kill()
-        wait_until(lambda: "Environments" in run.text().partition("died")[2])
+        guard = servers.children()[0]
+        guard.children()[0].kill()
+        wait_until(lambda: "connected again" in run.text())
         run.wait_for_rows(3)
         assert run.stop() == 75, run.text()
     seen.audit = [
@@ -291,7 +292,8 @@ def test_all_processes_of_a_run_are_audited(polybeast_run):
     begun = [args for *_, args in events(polybeast_run, "begin")]
     assert any("'polybeast'" in args for args in begun), begun
     assert any("'polybeast_env'" in args for args in begun), begun
-    assert len(events(polybeast_run, "os.fork")) == 2 + 1  # Servers have the hook, too.
+    # Servers have the hook, too. Each of the two, and a replacement, has a guard.
+    assert len(events(polybeast_run, "os.fork")) == 2 * (2 + 1)
 
 
 def test_nothing_is_unpickled_in_a_run(polybeast_run):
@@ -302,7 +304,7 @@ def test_nothing_is_unpickled_in_a_run(polybeast_run):
 def test_no_code_is_made_and_no_program_started_after_the_start(polybeast_run):
     late = [entry for entry in polybeast_run.audit if entry[0] > polybeast_run.began]
     forks = [entry for entry in late if entry[2] == "os.fork"]
-    assert len(forks) == 1  # The killed server's replacement.
+    assert len(forks) == 2  # The killed server's replacement, and its guard.
     assert [entry for entry in late if entry not in forks] == []
     started = events(polybeast_run, "subprocess.Popen")
     programs = {args.split("'")[1].rpartition("/")[2] for *_, args in started}

@@ -86,13 +86,15 @@ def test_a_failure_leaves_no_namespace_and_no_process():
     def fail():
         with several_hosts.Hosts() as hosts:
             server = hosts.start(hosts.envs[0], "polybeast_env", "--num_servers", "1")
-            wait_until(lambda: psutil.Process(server.pid).children())
+            program = psutil.Process(server.pid)
+            # A guard, and the server that it guards.
+            wait_until(lambda: len(program.children(recursive=True)) == 2)
             running.extend(processes(hosts))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert len(running) == 2
+    assert len(running) == 3
     assert namespaces() == []
     wait_until(lambda: none_runs(running))  # The child hears of the parent's end.
 
