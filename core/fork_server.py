@@ -13,6 +13,7 @@ start processes nor tell of their ends.
 """
 
 import contextlib
+import multiprocessing
 import os
 import re
 import select
@@ -64,6 +65,12 @@ def keep_going() -> None:
         continue_if_stopped("The fork server", pid)
 
 
-# Not in any other process that imports this.
-if sys.platform == "linux" and (match := _COMMAND.search(sys.orig_argv[-1])):
+# Not in any other process that imports this, and not in a child of a fork server that
+# has not: while the child is being set up, multiprocessing says so.
+_is_child = getattr(multiprocessing.current_process(), "_inheriting", False)
+if (
+    sys.platform == "linux"
+    and not _is_child
+    and (match := _COMMAND.search(sys.orig_argv[-1]))
+):
     end_with_program(*map(int, match.groups()))

@@ -10,6 +10,7 @@ which life of which stream it belongs to, and which row of that life it is.
 import collections
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import re
@@ -148,6 +149,15 @@ def row_number(place: counting_env.Place) -> int:
 # --------------------------------------------------------------------------- the parts
 
 
+def plain(line: str) -> str:
+    """Return what a program printed, also if it wrote (level, text) for a parent."""
+    try:
+        _, text = json.loads(line)
+    except (ValueError, TypeError):
+        return line.rstrip() or " "
+    return text
+
+
 class Program:
     """A program under way, and what it says. A context manager: the end is SIGTERM.
 
@@ -182,7 +192,8 @@ class Program:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip()))
+            for part in plain(line).splitlines():
+                self.lines.append((time.monotonic(), part))
             if match := re.search(r"(\S+-\d+) is process (\d+)", line):
                 self.pids[match[1]] = int(match[2])
 
