@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atari preprocessing: what lies between the emulator and what the agent sees.
+"""Atari preprocessing: the wrappers between the emulator and the agent.
 
-`make_atari` builds this stack, from the emulator up to the agent:
+`make_atari` builds this stack, from the emulator to the agent:
 
     Emulator      one frame per step; sticky actions, and the set of actions
-    TimeLimit     a game that takes too long is truncated (Gymnasium's own wrapper)
-    NoopReset     a game begins with a random number of no-ops
-    EpisodicLife  a lost life ends the episode, the game goes on
-    MaxAndSkip    an action is held for 4 frames, whose last two make one grey picture
-    FireReset     an episode begins with the fire button
-    WarpFrame     84x84 pixels
-    FrameStack    the last 4 pictures: uint8 [4, 84, 84], the newest last
+    TimeLimit     truncates a game that takes too long (Gymnasium's own wrapper)
+    NoopReset     begins a game with a random number of no-ops
+    EpisodicLife  ends the episode, but not the game, when a life is lost
+    MaxAndSkip    repeats an action for 4 frames; makes one grey picture of the last two
+    FireReset     begins an episode with the fire button
+    WarpFrame     scales the picture to 84x84 pixels
+    FrameStack    shows the last 4 pictures: uint8 [4, 84, 84], the newest last
 
-Up to EpisodicLife a step is one emulator *frame* and its observation means nothing (the
-Emulator gives none at all); MaxAndSkip makes it a *step* and takes the pictures that it
-needs, so no other frame is ever drawn. Everything above hands out new arrays: keep
-them, or write into them.
+Up to EpisodicLife a step is one emulator *frame*, and its observation is not used (the
+Emulator returns None). MaxAndSkip turns frames into *steps* and asks the emulator for
+the pictures that it needs, so no other frame is drawn. From MaxAndSkip on observations
+are new arrays, which you may keep or write into.
 
-Rewards are not clipped here, the learner does that. Those of the frames before an
-episode's first observation (no-ops, fire) count for nobody.
+Rewards are not clipped here; the learner clips them. Rewards of the frames before an
+episode's first observation (no-ops, fire) are dropped.
 
-`wrap` puts the same stack onto an environment of your own, from Gymnasium or (by
-`core.environment.adapt`) from classic gym, as long as its `unwrapped` has an `ale`.
+`wrap` applies the same wrappers to an environment of your own, from Gymnasium or (by
+`core.environments.classic_gym.adapt`) from classic gym. Its `unwrapped` must have an
+`ale`.
 """
 
 import collections
@@ -33,19 +34,19 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import TimeLimit
 
-from core import environment
+from core.environments.make import make
 
-# Places in every game's action set, the smallest and the full one.
+# Indices in the minimal and in the full action set of every game.
 NOOP, FIRE = 0, 1
 
-FRAMES_PER_SECOND = 60  # Of the console.
+FRAMES_PER_SECOND = 60  # Of the Atari 2600.
 
-# A game that FIRE ends this often in a row is not one that waits for FIRE.
+# If FIRE ends this many episodes in a row, the game does not wait for FIRE.
 MAX_FIRE_RESETS = 10
 
 PROTOCOLS: dict[str, dict[str, Any]] = {
     # Espeholt et al. 2018 (Table G.1), which follows Mnih et al. 2015. FireReset is
-    # from OpenAI Baselines: the curves that others show for IMPALA have it.
+    # from OpenAI Baselines; published curves of IMPALA use it.
     "impala": dict(
         noop_max=30,
         fire_reset=True,
@@ -55,9 +56,9 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
         full_action_space=False,
         max_frames=108_000,
     ),
-    # Machado et al. 2018: sticky actions make games differ, instead of no-ops; nothing
-    # tells the agent of lives, of the fire button, or of the actions that a game uses.
-    # Frame skip and time limit stay, as in Dopamine (Castro et al. 2018).
+    # Machado et al. 2018: sticky actions instead of no-ops make games differ. The agent
+    # gets no help with lives, with the fire button or with the set of actions. Frame
+    # skip and time limit are those of Dopamine (Castro et al. 2018).
     "machado": dict(
         noop_max=0,
         fire_reset=False,
@@ -71,10 +72,10 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
 
 
 def protocol(name: str, **changes: Any) -> dict[str, Any]:
-    """Return the options of `make_atari` for a protocol, with single points changed.
+    """Return the options of `make_atari` for a protocol, with some of them changed.
 
     Raises:
-      ValueError: there is no such protocol, or it has no such point.
+      ValueError: there is no such protocol, or it has no such option.
     """
     if name not in PROTOCOLS:
         raise ValueError(f"protocol {name!r} is not one of {', '.join(PROTOCOLS)}")
@@ -98,8 +99,8 @@ def describe(
     full_action_space: bool,
     max_frames: int,
 ) -> str:
-    """Say in one line which protocol these options of `make_atari` make."""
-    points = [
+    """Describe these options of `make_atari` in one line."""
+    parts = [
         f"no-ops <={noop_max}" if noop_max else "no no-ops",
         "fire reset" if fire_reset else "no fire reset",
         f"{'life loss' if episodic_life else 'only game over'} ends an episode",
@@ -110,7 +111,7 @@ def describe(
         f"sticky {sticky_actions}",
         f"time limit {max_frames} frames",
     ]
-    return ", ".join(points)
+    return ", ".join(parts)
 
 
 def is_atari(env_id: str) -> bool:
@@ -122,31 +123,22 @@ def is_atari(env_id: str) -> bool:
 def make_atari(
     env_id: str,
     *,
-    noop_max: int = 30,
-    fire_reset: bool = True,
-    episodic_life: bool = True,
-    frame_skip: int = 4,
     sticky_actions: float = 0.0,
     full_action_space: bool = False,
-    max_frames: int = 108_000,
     render_mode: str | None = None,
+    **wrappers: Any,
 ) -> gym.Env:
-    """Create an Atari game as the agent sees it. The defaults are protocol "impala".
+    """Create an Atari game with all wrappers. The defaults are protocol "impala".
 
     Args:
       env_id: a Gymnasium id such as PongNoFrameskip-v4 or ALE/Pong-v5, or
-        gym:PongNoFrameskip-v4 for classic gym with atari-py. It names the game, its
-        mode and difficulty; all else that ids imply, the options here decide.
-      noop_max: most no-ops at the start of a game; 0 for none.
-      fire_reset: press FIRE at the start of an episode, in games that have it.
-      episodic_life: a lost life ends the episode.
-      frame_skip: frames for which an action is held.
-      sticky_actions: in each frame the probability that the emulator repeats its last
-        action instead of taking the new one.
+        gym:PongNoFrameskip-v4 for classic gym with atari-py. It selects the game, its
+        mode and difficulty. The arguments here decide everything else.
+      sticky_actions: probability, in each frame, that the emulator repeats its last
+        action instead of the new one.
       full_action_space: all 18 actions, not only those that the game uses.
-      max_frames: of one game, over all its lives, no-ops included; then it is
-        truncated, at the end of a step.
       render_mode: None, "rgb_array" or "human".
+      wrappers: as `wrap` takes them.
 
     Raises:
       ValueError: `env_id` is no Atari game, or an option is out of its range.
@@ -165,24 +157,17 @@ def make_atari(
     )
     if env_id.startswith("gym:"):
         try:
-            from core import classic_atari
+            from core.environments import classic_atari
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"{env_id} needs {error.name}, which is not installed. Try: "
                 "pip install -e .[classic], or the id without 'gym:'."
             ) from error
         classic_atari.register()
-        env = environment.make(env_id, **options)
+        env = make(env_id, **options)
     else:
         env = Emulator(**{**gym.spec(env_id).kwargs, **options})
-    return wrap(
-        env,
-        noop_max=noop_max,
-        fire_reset=fire_reset,
-        episodic_life=episodic_life,
-        frame_skip=frame_skip,
-        max_frames=max_frames,
-    )
+    return wrap(env, **wrappers)
 
 
 def wrap(
@@ -194,7 +179,15 @@ def wrap(
     frame_skip: int = 4,
     max_frames: int = 108_000,
 ) -> gym.Env:
-    """Put the wrappers onto `env`, whose steps are single frames. As `make_atari`.
+    """Apply the wrappers to `env`, whose steps are single frames.
+
+    Args:
+      noop_max: maximum number of no-ops at the start of a game; 0 for none.
+      fire_reset: press FIRE at the start of an episode, in games that have FIRE.
+      episodic_life: a lost life ends the episode.
+      frame_skip: frames for which an action is repeated.
+      max_frames: time limit of one game, over all its lives, no-ops included. The game
+        is truncated at the end of the step that reaches it.
 
     Raises:
       ValueError: an option is out of its range, or `env` skips frames by itself.
@@ -211,7 +204,7 @@ def wrap(
     if skip != 1:
         raise ValueError(
             f"the environment skips frames by itself ({skip}), and MaxAndSkip would "
-            "once more. Make it with frameskip=1, or use an id with NoFrameskip."
+            "skip again. Make it with frameskip=1, or use an id with NoFrameskip."
         )
     env = TimeLimit(env, max_frames)
     if noop_max > 0:
@@ -226,16 +219,16 @@ def wrap(
 
 
 class Emulator(ale_py.AtariEnv):
-    """The emulator: a step is one frame, and there is no observation.
+    """The emulator: a step is one frame and returns no observation.
 
-    ale_py's own environment makes a picture of every frame, of which MaxAndSkip drops
-    two in four. Sticky actions (Machado et al. 2018) happen in here, frame by frame.
+    ale_py's own environment draws every frame, but MaxAndSkip uses only two of four.
+    The emulator applies sticky actions (Machado et al. 2018) in each frame.
     """
 
     def __init__(self, **options: Any):
-        # No banner from each of many actors; errors still show.
+        # Without this, each of many actors prints a banner. Errors still show.
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-        no_limit = 0  # TimeLimit does that, and counts the same frames.
+        no_limit = 0  # The wrapper TimeLimit has the limit.
         super().__init__(
             **{**options, "frameskip": 1, "max_num_frames_per_episode": no_limit}
         )
@@ -254,9 +247,9 @@ class Emulator(ale_py.AtariEnv):
 class NoopReset(gym.Wrapper):
     """Begin a game with 1 to `noop_max` no-ops (Mnih et al. 2015).
 
-    The number is drawn from the environment's own generator, as by Gymnasium's
-    AtariPreprocessing, so the seed decides it. If the no-ops end the game, the rest of
-    them is done in a new one.
+    The environment's own generator draws the number, as in Gymnasium's
+    AtariPreprocessing, so the seed decides it. If the no-ops end the game, the
+    remaining no-ops follow in a new game.
     """
 
     def __init__(self, env: gym.Env, noop_max: int):
@@ -268,7 +261,7 @@ class NoopReset(gym.Wrapper):
         for _ in range(self.np_random.integers(1, self.noop_max + 1)):
             observation, _, terminated, truncated, info = self.env.step(NOOP)
             if terminated or truncated:
-                # Without the seed: that would lead to the same end again.
+                # Not with the seed, which would lead to the same end again.
                 observation, info = self.env.reset(options=options)
         return observation, info
 
@@ -276,17 +269,17 @@ class NoopReset(gym.Wrapper):
 class EpisodicLife(gym.Wrapper):
     """End the episode, but not the game, when a life is lost (Mnih et al. 2015).
 
-    Lives are looked at after every frame, as in DQN and in AtariPreprocessing. A step
-    that loses a life while the game goes on is `terminated` and says so by
-    `info["life_lost"] = True`; the `reset` after it goes on with the same game. Any
-    other `reset` (asked for earlier, or with a seed) begins a new game.
+    Lives are checked after every frame, as in DQN and in AtariPreprocessing. A step
+    that loses a life while the game goes on is `terminated` and has
+    `info["life_lost"] = True`; the next `reset` continues the same game. Any other
+    `reset` (in the middle of an episode, or with a seed) begins a new game.
 
-    A game with no lives left is not over until the emulator says so: Q*bert plays on
-    for some frames. A life won is no end.
+    A game without lives left goes on until the emulator ends it: Q*bert plays on for
+    some frames. Winning a life ends nothing.
 
-    `info["new_game"]` of a `reset` tells which of the two it did. It can be True even
-    after `life_lost`: if the frames that lead to the new episode end the game, or use
-    up its time.
+    `info["new_game"]` of a `reset` says whether a new game began. It can be True even
+    after `life_lost`: if the frames before the new episode end the game, or reach its
+    time limit.
     """
 
     def __init__(self, env: gym.Env):
@@ -308,7 +301,7 @@ class EpisodicLife(gym.Wrapper):
     def reset(self, *, seed=None, options=None):
         new_game = seed is not None or not self._game_goes_on
         if not new_game:
-            # One frame, to leave the one on which the life was lost.
+            # Leave the frame on which the life was lost.
             observation, _, terminated, truncated, info = self.env.step(NOOP)
             new_game = terminated or truncated
         if new_game:
@@ -320,17 +313,17 @@ class EpisodicLife(gym.Wrapper):
 
 
 class MaxAndSkip(gym.Wrapper):
-    """Hold each action for `frame_skip` frames, show the max of the last two in grey.
+    """Repeat each action for `frame_skip` frames; show the max of the last two in grey.
 
-    Mnih et al. 2015: the max, because the console draws some objects in every other
-    frame only. As in Gymnasium's AtariPreprocessing, it is the max of two grey pictures
-    (and not the grey of a max over colours); after `reset` there is only one. Rewards
-    are summed.
+    Mnih et al. 2015 take the max because the Atari 2600 draws some objects only in
+    every other frame. As in Gymnasium's AtariPreprocessing, it is the max of two grey
+    pictures, not the grey of a max over colours. After `reset` there is only one
+    picture. Rewards are summed.
 
-    The end of an episode ends the skip too; only if that happens before the last frame
-    is the final picture a single frame. A time limit waits for the end of the skip: a
-    truncated episode is bootstrapped from its final picture, which must look like all
-    others.
+    The end of an episode ends the skip; then the final picture is that one frame,
+    unless it is the last frame of the skip. A time limit waits for the end of the skip:
+    a truncated episode bootstraps from its final picture, so that picture must look
+    like all other pictures.
     """
 
     def __init__(self, env: gym.Env, frame_skip: int):
@@ -339,7 +332,7 @@ class MaxAndSkip(gym.Wrapper):
         self.frame_skip = frame_skip
         height, width = env.observation_space.shape[:2]
         self.observation_space = gym.spaces.Box(0, 255, (height, width), np.uint8)
-        # For a video that has one picture per step.
+        # A video has one picture per step.
         self.metadata = {**env.metadata, "render_fps": FRAMES_PER_SECOND / frame_skip}
 
     def step(self, action):
@@ -370,9 +363,10 @@ class MaxAndSkip(gym.Wrapper):
 class FireReset(gym.Wrapper):
     """Begin an episode with FIRE and action 2, for games that wait for it.
 
-    From OpenAI Baselines (Dhariwal et al. 2017). Breakout, for one, serves the ball on
-    FIRE, after every lost life. If this ends the episode (a life lost, or the game), it
-    is done again in the next one, so the agent never gets an episode that is over.
+    From OpenAI Baselines (Dhariwal et al. 2017). Breakout, for example, serves the ball
+    on FIRE, after every lost life. If the two actions end the episode (a life lost, or
+    the game), they are repeated in the next episode, so the agent never starts with an
+    episode that is over.
     """
 
     def reset(self, *, seed=None, options=None):
@@ -410,8 +404,8 @@ class WarpFrame(gym.ObservationWrapper):
 class FrameStack(gym.Wrapper):
     """Show the last 4 pictures (Mnih et al. 2015), the newest last: [4, H, W].
 
-    An episode begins with 4 times its first picture, so nothing of the one before is
-    left in the stack.
+    An episode begins with 4 copies of its first picture, so the stack never shows two
+    episodes.
     """
 
     SIZE = 4

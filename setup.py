@@ -73,7 +73,17 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     py_modules=["monobeast", "polybeast", "polybeast_env", "atari_wrappers"],
-    packages=["core", "libtorchbeast", "libtorchbeast.nest", "nest"],
+    packages=[
+        "core",
+        "core.algorithm",
+        "core.environments",
+        "core.running",
+        "core.actors",
+        "core.remote",
+        "libtorchbeast",
+        "libtorchbeast.nest",
+        "nest",
+    ],
     package_dir={"nest": "libtorchbeast/nest"},
     package_data={"": ["py.typed", "*.pyi", "INSTALL.txt"]},
     ext_modules=[
@@ -104,7 +114,6 @@ setup(
     extras_require={
         "minatar": ["minatar>=1.0.15"],
         "tls": ["cryptography>=42"],  # For python -m tools.certs.
-        "envpool": ["envpool>=1.0"],  # For --env envpool:Pong-v5.
         "wandb": ["wandb"],
         # Classic gym, for environments that never moved to Gymnasium. atari-py is
         # compiled when it is installed: it needs a C++ compiler, cmake and zlib.

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import transport
 from benchmarks.ceilings import measure_part, measure_whole
-from core.supervise import num_cores
+from core.running.machine import num_cores
 
 REPEATS = 5
 PART_S, WHOLE_S, WARM_UP_S = 3.0, 12.0, 8.0

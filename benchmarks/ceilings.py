@@ -50,10 +50,13 @@ import torch
 import atari_wrappers
 import monobeast
 from benchmarks import transport
-from core import environment
-from core.run import Learner, verdict
-from core.spaces import leaves, map_nest, spec_of
-from core.supervise import keep_freed_memory, num_cores
+from core.actors import prepare
+from core.algorithm.update import Learner
+from core.environments import stepping
+from core.nests import leaves, map_nest
+from core.rollout import spec_of
+from core.running.machine import keep_freed_memory, num_cores
+from core.running.run import bottleneck
 
 WARM_UP_S = 10.0  # A whole program: processes start, buffers fill, malloc settles.
 PARTS = ("environment", "inference", "learner")
@@ -108,7 +111,7 @@ def emulator_work(flags: argparse.Namespace) -> tuple[Any, int]:
 
 def environment_work(flags: argparse.Namespace) -> tuple[Any, int]:
     E = flags.envs_per_actor
-    envs = environment.Environments(
+    envs = stepping.Environments(
         lambda: monobeast.create_env(flags), E, seed=os.getpid()
     )
     row = map_nest(lambda s: np.zeros((E, *s.shape), s.dtype), envs.row_spec)
@@ -128,7 +131,8 @@ def random_rows(
     """Return a network and rows of noise, leaves [*lead, ...], that fit it."""
     spaces = monobeast.read_spaces(flags)
     net = monobeast.create_net(flags, spaces)
-    spec, _ = monobeast.rollout_specs(flags, spaces, net)
+    outputs = monobeast.net_outputs(spaces)
+    spec, _ = prepare.rollout_specs(flags, spaces, net, outputs)
     rng = np.random.default_rng(0)
 
     def noise(s: Any) -> np.ndarray:
@@ -165,7 +169,7 @@ def learner_and_work(flags: argparse.Namespace) -> tuple[Learner, Any, int]:
     _, batch = random_rows(flags, (T + 1, B))
     learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
     state = tuple(s.numpy() for s in learner.net.initial_state(B))
-    return learner, lambda: monobeast.learn(flags, learner, batch, state), T * B
+    return learner, lambda: learner.update(batch, state), T * B
 
 
 def measure_part(
@@ -334,7 +338,7 @@ def compare(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
             stage: median(program, f"{stage}_busy")
             for stage in ("env", "inference", "learner")
         }
-        bounded = verdict(busy, in_turn=program == "monobeast")
+        bounded = bottleneck(busy, actors_do_both=program == "monobeast")
         shares = ", ".join(f"{stage} {share:.0%}" for stage, share in busy.items())
         peak = median(program, "peak_mb")
         print(f"{program}: {bounded} ({shares}); peak memory {peak:.0f} MB")

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.ceilings import measure_whole
-from core.supervise import num_cores
+from core.running.machine import num_cores
 
 PROGRAMS = ("monobeast", "polybeast")
 WORK = {

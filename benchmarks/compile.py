@@ -18,7 +18,7 @@ import torch
 
 import monobeast
 from benchmarks import ceilings
-from core.supervise import keep_freed_memory
+from core.running.machine import keep_freed_memory
 
 WORK = (
     "--env CartPole-v1 --unroll_length 32 --batch_size 128",

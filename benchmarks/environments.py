@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atari games by our wrappers, by ale_py's own vector environment and by EnvPool.
+"""Compare our Atari wrappers with EnvPool: agent steps per second on one core.
 
     pip install envpool
     python -m benchmarks.environments
 
-Each writes complete rollout rows for random actions, as an environment server does, and
-`EnvPool alone` only steps. On one core, in turns, in a process of its own each time:
-agent steps per second, the median of `--repeats` and the ratio to `EnvPool alone`.
-Without EnvPool there are two rows less. Raw figures: `--out`.
+Our wrappers write complete rollout rows for random actions, as an environment server
+does. EnvPool only steps. Both run in turns, each time in a new process. Prints the
+median of `--repeats` and its ratio to EnvPool's; without EnvPool, our wrappers only.
+`--out` writes the raw figures.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from pathlib import Path
 import numpy as np
 
 WARM_UP_S = 1.0
-ALONE = "EnvPool alone"
+OURS, ENVPOOL = "our wrappers", "EnvPool"
 
 
-def rows_of(name: str, num_envs: int) -> Callable[[], None]:
-    """Return a step of all environments, rows and all."""
+def our_step(name: str, num_envs: int) -> Callable[[], None]:
+    """Return a function that steps all environments and writes their rows."""
     import polybeast_env
-    from core.spaces import map_nest
+    from core.nests import map_nest
 
     flags = polybeast_env.parse_flags(["--env", name])
     envs = polybeast_env.create_environments(flags, num_envs, seed=1)
@@ -40,8 +40,8 @@ def rows_of(name: str, num_envs: int) -> Callable[[], None]:
     return lambda: envs.step(rng.integers(envs.action_space.n, size=num_envs), rows)
 
 
-def envpool_alone(name: str, num_envs: int) -> Callable[[], None]:
-    """Return a step of EnvPool with the settings behind our rows."""
+def envpool_step(name: str, num_envs: int) -> Callable[[], None]:
+    """Return a function that steps EnvPool with the settings of our wrappers."""
     import envpool
 
     envs = envpool.make_gymnasium(
@@ -63,10 +63,10 @@ def envpool_alone(name: str, num_envs: int) -> Callable[[], None]:
 
 
 def measure(what: str, name: str, num_envs: int, seconds: float) -> float:
-    """Return the steps per second, in this process and on one core of it."""
+    """Return the steps per second of this process, on one core."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
-    step = (envpool_alone if what == ALONE else rows_of)(name, num_envs)
+    step = (envpool_step if what == ENVPOOL else our_step)(name, num_envs)
     begin, steps = time.perf_counter(), 0
     while (now := time.perf_counter()) < begin + WARM_UP_S:
         step()
@@ -89,12 +89,9 @@ def main() -> None:
     if flags.run:
         print(measure(*flags.run, flags.num_envs, flags.seconds))
         return
-    names = {
-        "our wrappers": f"{flags.game}NoFrameskip-v4",
-        "ale_py's": f"ale-vector:{flags.game}",
-    }
+    names = {OURS: f"{flags.game}NoFrameskip-v4"}
     if importlib.util.find_spec("envpool"):
-        names |= {"EnvPool": f"envpool:{flags.game}-v5", ALONE: f"{flags.game}-v5"}
+        names[ENVPOOL] = f"{flags.game}-v5"
     measured: dict[str, list[float]] = {what: [] for what in names}
     for _ in range(flags.repeats):
         for what, name in names.items():
@@ -109,8 +106,8 @@ def main() -> None:
     print(f"{flags.game}, {flags.num_envs} environments on one core: steps/s")
     for what, rates in measured.items():
         ratio = ""
-        if ALONE in medians:
-            ratio = f"{medians[what] / medians[ALONE]:8.2f}"
+        if ENVPOOL in medians:
+            ratio = f"{medians[what] / medians[ENVPOOL]:8.2f}"
         spread = f"{min(rates):.0f}-{max(rates):.0f}"
         print(f"{what:14}{medians[what]:8.0f}{spread:>12}{ratio}")
     if flags.out:

@@ -35,9 +35,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import monobeast
 import polybeast
 from benchmarks import ceilings
-from core import gpu, metrics
-from core.spaces import map_nest
-from core.supervise import keep_freed_memory, num_cores, start_thread
+from core.algorithm import counters, gpu
+from core.algorithm.update import compute_gradient, compute_loss
+from core.nests import map_nest
+from core.running.machine import keep_freed_memory, num_cores
+from core.running.supervise import start_thread
 
 LEARNER_THREADS = 2
 BATCHES = (8, 32, 128, 512)
@@ -88,14 +90,14 @@ def measure_learner(
     if device != "cpu":
         batch, state = map_nest(in_page_locked_memory, (batch, state))
     for _ in range(5):
-        monobeast.learn(flags, learner, batch, state)
+        learner.update(batch, state)
     ends = time.perf_counter() + part_s
 
     def update() -> None:
         torch.set_num_threads(flags.learner_cores)
         stream = gpu.create_stream(device)
         while time.perf_counter() < ends:
-            monobeast.learn(flags, learner, batch, state, stream)
+            learner.update(batch, state, stream)
 
     before, began = learner.updates, time.perf_counter()
     for thread in [start_thread(f"u-{i}", update) for i in range(LEARNER_THREADS)]:
@@ -104,7 +106,7 @@ def measure_learner(
     rows, first = map_nest(lambda x: torch.from_numpy(x).to(device), (batch, state))
     gradient_s = seconds(lambda: learner.gradient(rows, first), device)
     with FlopCounterMode(display=False) as counter:
-        monobeast.compute_gradient(flags, learner.net, rows, first)
+        compute_gradient(flags, learner.net, compute_loss, rows, first)
     dtype = getattr(torch, flags.precision)
     floor_s = counter.get_total_flops() / flops_per_second(dtype, device)
     return {"fps": rate, "gradient_ms": 1e3 * gradient_s, "floor_ms": 1e3 * floor_s}
@@ -154,7 +156,7 @@ def measure_inference(
         learner_device=device,
         num_inference_threads=1,
     )
-    busy = metrics.BusyTime()
+    busy = counters.BusyTime()
     start_thread(
         "i", polybeast.inference, flags, net, weights, batches(), busy
     ).result()

@@ -25,7 +25,8 @@ import torch
 import libtorchbeast
 import polybeast
 from benchmarks.transport import MockEnvironments
-from core.supervise import num_cores, start_thread
+from core.running.machine import num_cores
+from core.running.supervise import raise_failures, start_thread
 
 T, B = 20, 32
 WARM_UP_S = 4.0
@@ -33,7 +34,7 @@ WARM_UP_S = 4.0
 
 def serve(address: str, K: int, streams: int, step_s: float) -> None:
     """Serve environments that take `step_s` for a step."""
-    from core import env_server
+    from core.remote import env_server
 
     class SlowEnvironments(MockEnvironments):
         def __init__(self, num_envs: int, **options: Any):
@@ -107,7 +108,7 @@ def measure(flags: argparse.Namespace, folder: str) -> dict[str, float]:
         "learner-1": start_thread("learner-1", learn),
     }
     while not ends:
-        polybeast.raise_failures(threads)
+        raise_failures(threads)
         time.sleep(0.01)
     time.sleep(WARM_UP_S)
     first, began = len(ends), time.perf_counter()

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import ceilings
 from benchmarks.ceilings import read_progress, tree_pss
-from core.supervise import num_cores
+from core.running.machine import num_cores
 
 
 def measure(total: int, argv: list[str]) -> dict[str, Any]:

@@ -52,9 +52,10 @@ import gymnasium as gym
 import numpy as np
 import psutil
 
-from core import spaces, tls
-from core.spaces import Nest, map_nest
-from core.supervise import num_cores
+from core.nests import Nest, map_nest
+from core.remote import tls
+from core.rollout import row_spec
+from core.running.machine import num_cores
 
 ROOT = Path(__file__).parent.parent
 T, B = 20, 64
@@ -83,9 +84,7 @@ class MockEnvironments:
     ):
         self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.action_space = gym.spaces.Discrete(6)
-        self.row_spec = spaces.row_spec(
-            self.observation_space, self.action_space, info_keys
-        )
+        self.row_spec = row_spec(self.observation_space, self.action_space, info_keys)
         self._row: Nest = map_nest(
             lambda s: np.ones((num_envs, *s.shape), s.dtype), self.row_spec
         )
@@ -135,7 +134,7 @@ def serve(
     num_bytes: int | None = None,
 ) -> None:
     """Serve mock environments as polybeast_env would; observations of `num_bytes`."""
-    from core import env_server  # Not in the learner's process: it sets up gRPC.
+    from core.remote import env_server  # Not in the learner's process: it sets up gRPC.
 
     mock = MockEnvironments
     if frames:
@@ -434,8 +433,8 @@ def compile_echo_client(folder: str) -> Path:
         text=True,
         check=True,
     ).stdout.split()
-    sources = [ROOT / "benchmarks/echo_client.cc", ROOT / "csrc/transport_grpc.cc"]
-    sources += [ROOT / "csrc/array.cc", ROOT / "csrc/wire.cc"]
+    sources = [ROOT / "benchmarks/echo_client.cc"]
+    sources += [ROOT / "csrc/transport_grpc.cc", ROOT / "csrc/text.cc"]
     subprocess.run(
         ["c++", "-std=c++20", "-O2", *sources, "-o", program, *flags], check=True
     )

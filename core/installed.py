@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program says if a package that it needs is not installed.
+"""A short error message for a Python package that is not installed.
 
 Imports nothing but the standard library. A program calls `explain_missing_packages`
 before it imports anything else.
@@ -8,9 +8,9 @@ before it imports anything else.
 import sys
 from types import TracebackType
 
-from core.supervise import Exit
+from core.errors import Exit
 
-# The names by which setup.py's packages are imported.
+# The import names of the packages that setup.py requires.
 PACKAGES = (
     *("ale_py", "cryptography", "cv2", "grpc", "gymnasium", "imageio", "matplotlib"),
     *("minatar", "numpy", "psutil", "rich", "safetensors", "tensorboard", "torch"),
@@ -31,8 +31,8 @@ def _explain(
         return
     print(
         f"No module named {name!r} in {sys.executable}. Use the Python that `make` has "
-        "set up (source .venv/bin/activate), or install into this one (pip install -e "
-        ".).",
+        "set up (source .venv/bin/activate), or install the packages for this Python "
+        "(pip install -e .).",
         file=sys.stderr,
     )
     sys.exit(Exit.CONFIG)

@@ -17,110 +17,119 @@
 
 namespace torchbeast {
 
+class PoolRun;
+
 struct PoolOptions {
-  int64_t unroll_length = 0;  // T, the agent steps of a rollout.
+  int64_t unroll_length = 0;  // T, the number of agent steps in a rollout.
   std::shared_ptr<BatchingQueue> learner_queue;       // batch_dim is 1.
   std::shared_ptr<DynamicBatcher> inference_batcher;  // batch_dim is 1.
-  std::vector<std::string> addresses;                 // One for each stream.
-  Nest initial_agent_state;  // Of one environment: [.., 1, ...].
-  bool named_rows = false;
-  std::vector<std::string> inference_keys;  // Empty: all.
-  // Of integers that a Step may hold; of its other arrays anything goes.
+  std::vector<std::string> addresses;                 // One per stream.
+  Nest initial_agent_state;                 // Of one environment: [.., 1, ...].
+  bool named_rows = false;                  // Rows are dicts; otherwise tuples.
+  std::vector<std::string> inference_keys;  // Empty: all keys of a row.
+  // The values that arrays of integers may have. Arrays that are not listed may
+  // have any.
   std::vector<wire::ValueRange> value_ranges;
-  std::vector<std::string> info_keys;  // For Hello, like the next three.
+  std::vector<std::string> info_keys;  // Sent in the Hello, like the next four.
   uint64_t seed = 0;
   std::string run_id;
   std::string version;
   uint64_t first_incarnation = 0;
-  int max_failures = 5;       // In a row, on one stream, without a rollout.
-  double step_timeout_s = 0;  // For a server to answer; 0: for ever.
-  // Before a stream that was lost connects again; doubles up to a second.
+  // How often one stream may fail in a row without finishing a rollout.
+  int max_failures = 5;
+  double step_timeout_s = 0;  // For a server to answer; 0: no limit.
+  // Wait before a lost stream connects again; doubles up to one second.
   double first_backoff_s = 0.1;
 };
 
-// What a stream is doing.
+// The states of a stream. actor_stream.h shows how they follow each other.
 enum class StreamState : uint8_t {
-  kWaitingToConnect,     // For its time to try (again).
-  kConnecting,           // For the network.
-  kGreeting,             // Hello was sent; for Welcome.
-  kWaitingForEnv,        // For a Step.
-  kReceiving,            // A Step is being written to its rollout.
-  kWaitingForInference,  // For the agent's outputs.
-  kWaitingForRoom,       // For room in the learner queue, to begin a rollout.
-  kMoving,               // Its rollout is being moved to a younger slab.
-  kClosing,              // Given up; for the transport to say that it ended.
-  kStopped,
+  kWaitingToConnect,     // Waits for the end of its back-off.
+  kConnecting,           // Waits for the network.
+  kGreeting,             // Has sent a Hello; waits for the Welcome.
+  kWaitingForEnv,        // Waits for a Step.
+  kReceiving,            // A thread writes the row of a Step.
+  kWaitingForInference,  // Waits for the agent's outputs.
+  kWaitingForRoom,       // Waits for room in the learner queue.
+  kMoving,               // A thread moves its rollout to a younger slab.
+  kClosing,              // Was given up; waits for the transport's on_closed.
+  kStopped,              // run() has ended.
 };
 std::string_view name(StreamState state);  // "waiting_for_env"
 
 struct AddressStats {
   std::string address;
   int64_t streams = 0;
-  int64_t connected = 0;  // Streams, now.
+  int64_t connected = 0;  // Streams that are connected now.
   int64_t steps = 0;      // Agent steps received.
-  // From an Action sent to its Step received, over the whole run; within 10 %.
+  // Quantiles of the time from sending an Action to receiving its Step, over
+  // the whole run, within 10 %.
   double p50_ms = 0;
   double p99_ms = 0;
-  double env_s = 0;  // The sum of these times, over all streams.
+  double env_s = 0;  // The sum of these times over all streams.
 };
 
-// Steps are agent steps: rows after the first one of a stream, times K. They
-// are accounted for at any moment:
-//   received == dequeued + discarded + in_flight
+// Steps are agent steps: each row but the first of a connection is K steps. At
+// any moment received == dequeued + discarded + in_flight.
 struct PoolStats {
-  int64_t connected = 0;         // Streams that have been welcomed, now.
-  int64_t connects = 0;          // Welcomes, ever.
-  int64_t reconnects = 0;        // Those that were not a stream's first.
-  int64_t failures = 0;          // That count towards max_failures, ever.
-  int64_t received = 0;          // Steps.
+  int64_t connected = 0;         // Streams that are connected now.
+  int64_t connects = 0;          // Connections so far.
+  int64_t reconnects = 0;        // Connections but the first of each stream.
+  int64_t failures = 0;          // Failures that count towards max_failures.
+  int64_t received = 0;          // Steps received from servers.
   int64_t dequeued = 0;          // Steps that the learner queue has handed out.
   int64_t discarded = 0;         // Steps of rollouts cut short or dropped.
   int64_t in_flight = 0;         // Steps in slabs and in the learner queue.
-  int64_t waiting_for_room = 0;  // Streams.
-  int64_t slabs_open = 0;        // Learner batches being filled.
-  double batch_fill = 0;         // Mean size of an inference batch, ever.
-  std::vector<StreamState> states;      // By stream.
-  std::vector<double> waiting_s;        // By stream: for its server, else 0.
-  std::vector<AddressStats> addresses;  // In the order of first appearance.
+  int64_t waiting_for_room = 0;  // Streams in this state now.
+  int64_t slabs_open = 0;        // Learner batches that are being filled.
+  double batch_fill = 0;         // Mean number of rows of an inference batch.
+  std::vector<StreamState> states;  // One per stream.
+  // One per stream: how long it has waited for its server; 0 if it does not.
+  std::vector<double> waiting_s;
+  std::vector<AddressStats> addresses;  // In the order of PoolOptions.
 };
 
-// Plays: opens a stream to each address, sends every observation through the
-// inference batcher, the actions back, and rollouts to the learner queue.
+// Plays in the environments of servers. Opens one stream to each address, asks
+// the inference batcher for an action for every observation, sends the actions
+// to the servers, and enqueues rollouts for the learner.
 //
-// A stream carries K environments, as its server says; stream i those numbered
-// i*K to i*K + K - 1. Its rollouts have T + 1 rows; the last one is row 0 of
-// the next (core/rollouts.py has the table). An item of the learner queue is a
-// whole learner batch of C columns, C the smallest multiple of K that is at
-// least its minimum_batch_size:
+// A stream carries K environments; the server says how many. Stream i has the
+// environments i*K to i*K + K - 1. A rollout has T + 1 rows; its last row is
+// row 0 of the next one (the table in core/rollout.py). An item of the
+// learner queue is a whole learner batch. It has C columns: the smallest
+// multiple of K that is at least the queue's minimum_batch_size.
 //     ((env_rows [T+1, C, ...], agent_outputs [T+1, C, ...]), agent_state)
-// and the batcher is asked (env_rows [1, K, ...], agent_state) and answers
-// (agent_outputs [1, K, ...], agent_state). env_rows is the tuple (observation,
-// reward, done, episode_step, episode_return), where a truncated episode ends
-// in one row that is done; or, with named_rows, the dict of all that the server
-// sends; of these the batcher gets inference_keys only.
-// agent_outputs is a dict with the key "action", or a tuple or list whose first
-// entry is the action, or the action itself. Before the first action of a
-// stream, outputs are zero and the state is the initial one; agent_state of a
-// rollout is the state before its row 0.
+// The inputs of the batcher are (env_rows [1, K, ...], agent_state), and its
+// outputs (agent_outputs [1, K, ...], agent_state).
+//   env_rows       with named_rows, the dict of all arrays that the server
+//                  sends, of which the batcher gets inference_keys only.
+//                  Without, the tuple (observation, reward, done, episode_step,
+//                  episode_return), where a truncated episode ends with one row
+//                  that is `done`.
+//   agent_outputs  a dict with the key "action", a tuple or list whose first
+//                  entry is the action, or the action itself. Zeros in the
+//                  first row of a connection.
+//   agent_state    in an item, the state before row 0. It begins as
+//                  initial_agent_state.
 //
-//   run    blocks, until stop(), or until the queue or the batcher is closed.
-//          Throws the first permanent failure: ServerMismatch, or ActorError
-//          after max_failures, with the server's own words; AsyncError if an
-//          inference batch was dropped,
-//          std::invalid_argument if K does not fit the queue. May be called
-//          once. Without named_rows the failure ends the queue and the batcher
-//          too (fail): the main loop of TorchBeast's learners looks at nothing
-//          but their sizes, and would wait for ever.
-//   stop   ends run() and returns when it has ended. From any thread but the
-//          transport's, at any time, again and again. Blocks.
-// The other methods may be called by any thread and do not wait.
+//   run   blocks until stop(), or until the queue or the batcher is closed.
+//         Throws the first permanent failure: ServerMismatch; ActorError after
+//         max_failures, with the server's message; AsyncError if an inference
+//         batch was dropped; std::invalid_argument if K does not fit the queue.
+//         May be called once. Without named_rows, the failure also goes to
+//         `fail` of the queue and the batcher, because the main loop of a
+//         TorchBeast learner of 2019 only asks for their sizes.
+//   stop  ends run() and returns when run() has ended. Any thread may call it,
+//         at any time and more than once, except the transport's threads.
+//         Blocks.
+// Any thread may call the other methods. They do not wait.
 //
-// A server that goes away costs the rollouts under way; its streams return to
-// it for ever. So they do to one that does not answer for step_timeout_s, which
-// the network cannot tell from one that thinks. max_failures failures in a row,
-// or a permanent one, end the run; four times as many where a rollout was ever
-// finished: then it can work, and bad luck is likelier (as in
-// core.supervise.RestartBudget).
+// If a server is lost, its unfinished rollouts are discarded, and its streams
+// connect again, without a limit. The same holds for a server that does not
+// answer for step_timeout_s. The run ends after a permanent failure, or after
+// max_failures failures of one stream in a row. If the stream has ever finished
+// a rollout, it may fail four times as often (as in
+// core.running.supervise.RestartBudget).
 class ActorPool {
  public:
   // Throws std::invalid_argument.
@@ -134,13 +143,12 @@ class ActorPool {
   int64_t count() const;  // Steps received.
   PoolStats stats() const;
 
-  // One line for each failure, loss and return of a stream since the last call.
-  // The oldest are lost when nobody asks.
+  // Returns one line for each failure, loss and reconnect of a stream since the
+  // last call. Keeps only the latest ones.
   std::vector<std::string> take_events();
 
  private:
-  class Impl;
-  const std::shared_ptr<Impl> impl_;
+  const std::shared_ptr<PoolRun> run_;
 };
 
 }  // namespace torchbeast

@@ -55,7 +55,7 @@ size_t num_bytes(DType dtype, const Shape& shape) {
       throw std::invalid_argument(describe(dtype, shape) +
                                   " has an axis of negative size");
     }
-    if (size == 0) {  // The other axes have to fit all the same.
+    if (size == 0) {  // The other axes are checked nevertheless.
       empty = true;
     } else if (__builtin_mul_overflow(bytes, size, &bytes)) {
       throw std::invalid_argument(describe(dtype, shape) +

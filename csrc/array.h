@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Arrays, as they travel between environments, queues and learner threads.
-// Nothing here knows Python.
+// The array type of the core: rows of environments, outputs of agents and
+// learner batches are made of these.
 
 #pragma once
 
@@ -32,24 +32,25 @@ enum class DType : uint8_t {
 };
 
 size_t itemsize(DType dtype);
-std::string_view name(DType dtype);  // As numpy and torch call it: "float32".
+std::string_view name(DType dtype);  // The name in numpy and torch: "float32".
 std::optional<DType> dtype_from_name(std::string_view name);
 
 using Shape = std::vector<int64_t>;
 
-// Bytes of an array. Throws std::invalid_argument if an axis is negative or the
-// product does not fit.
+// The size of an array in bytes. Throws std::invalid_argument if an axis is
+// negative or the size does not fit into an int64.
 size_t num_bytes(DType dtype, const Shape& shape);
 
 // "uint8[4,84,84]"
 std::string describe(DType dtype, const Shape& shape);
 
-// Elements of one dtype in C order, without gaps. A copy shares the memory.
+// Elements of one dtype, contiguous in C order. A copy of an Array shares its
+// memory.
 struct Array {
   DType dtype = DType::kUInt8;
   Shape shape;
   char* data = nullptr;
-  std::shared_ptr<void> owner;  // Keeps `data` valid. May be shared.
+  std::shared_ptr<void> owner;  // Keeps `data` valid. Others may share it.
 
   int64_t num_elements() const;
   size_t nbytes() const;

@@ -19,41 +19,41 @@
 
 namespace torchbeast {
 
-// FIFO between actor threads (enqueue) and learner threads (dequeue_many) of
-// nests, which leave it joined into batches. Thread-safe.
-//   enqueue       waits while `maximum_queue_size` rows or more are queued. The
-//                 constructor refuses fewer than `maximum_batch_size`.
-//   enqueue_now   never waits: for who asks has_room() first.
-//   dequeue_many  waits for `minimum_batch_size` rows; or, with `timeout_ms`,
-//                 until the oldest item has been queued for so long (0: until
-//                 there is one). Takes
-//                 whole items, in order, while `maximum_batch_size` is not
-//                 exceeded. So a batch is smaller than the minimum only after
-//                 a timeout, or where the next item would be too much.
-//   close         wakes every waiter and drops what is queued. Once only:
-//                 std::runtime_error.
-//   fail          closes, unless it is closed: from then on size() throws
-//   `why`,
-//                 and close() does nothing.
+// FIFO of nests between actor threads (enqueue) and learner threads
+// (dequeue_many), which get them joined into batches. Thread-safe.
+//   enqueue       waits while `maximum_queue_size` rows or more are queued.
+//   enqueue_now   does not wait. For callers that have asked has_room().
+//   dequeue_many  waits for `minimum_batch_size` rows. With `timeout_ms` it
+//                 waits no longer than until the oldest item has been queued
+//                 for this time (0: until there is an item). Takes whole items,
+//                 in order, up to `maximum_batch_size` rows. So a batch is
+//                 smaller than the minimum only after a timeout, or if the next
+//                 item would exceed the maximum.
+//   close         wakes every waiter and drops the queued items. A second call
+//                 throws std::runtime_error.
+//   fail          closes the queue if it is open. From then on size() throws
+//                 `why`, and close() does nothing.
 // After close(), enqueue throws QueueClosed and dequeue_many returns nothing.
-// All sizes count rows: entries along `batch_dim`. An item may have several and
-// is never split.
+// Sizes are numbers of rows: entries along `batch_dim`. An item may have
+// several rows and is never split.
 //
-// A batch of one item is that item, not copied. Others are joined along
-// `batch_dim` in memory of `buffers`, in the thread that dequeues, with no lock
-// held; so several threads may form batches at once.
+// A batch of one item is that item; it is not copied. Several items are joined
+// along `batch_dim` into memory of `buffers`, in the thread that dequeues and
+// with no lock held. So several threads can form batches at the same time.
 //
 // enqueue throws std::invalid_argument, naming the leaf, for an item without
 // leaves, without rows, with too few dimensions, or with more than
-// `maximum_batch_size` rows; with `check_inputs` also for one whose leaves
-// differ in rows, or that differs from what is queued in structure, dtypes or
-// other axes. Without it, such a batch is lost and dequeue_many throws.
+// `maximum_batch_size` rows. With `check_inputs` it also throws if leaves
+// differ in rows, or if the item and the queued ones differ in structure,
+// dtypes or other axes. Without `check_inputs`, dequeue_many throws for such a
+// batch and drops it.
 //
-// Rows enqueued == size() + dequeued() + dropped(), always. Destroying a queue
-// closes it, and lets threads that wait in it leave first.
+// Rows enqueued == size() + dequeued() + dropped(), at any moment. The
+// destructor closes the queue and waits until all waiters have left.
 class BatchingQueue {
  public:
-  // Throws std::invalid_argument for options that make no sense.
+  // Throws std::invalid_argument for bad options, such as a
+  // `maximum_queue_size` below `maximum_batch_size`.
   explicit BatchingQueue(
       const QueueOptions& options,
       std::shared_ptr<BufferPool> buffers = BufferPool::create())
@@ -65,7 +65,7 @@ class BatchingQueue {
     queue_.push(std::move(item), {}, /*wait=*/false);
   }
 
-  // Whether an item may come, when `uncounted` rows of those here do not count.
+  // Whether enqueue would not wait if the queue had `uncounted` rows fewer.
   bool has_room(int64_t uncounted = 0) const {
     return queue_.has_room(uncounted);
   }
@@ -102,16 +102,19 @@ class BatchingQueue {
 
   bool is_closed() const { return queue_.is_closed(); }
   int64_t size() const { return queue_.size(); }
-  // Rows that nobody will see: queued at close(), or of a failed dequeue_many.
+  // Rows that no learner has received: they were queued at close(), or
+  // dequeue_many threw.
   int64_t dropped() const { return queue_.counts().dropped; }
-  // Rows handed out by dequeue_many, from the moment it takes them.
+  // Rows that dequeue_many has returned. Counted as soon as it takes them from
+  // the queue.
   int64_t dequeued() const { return queue_.counts().taken; }
-  // Threads that wait in enqueue or dequeue_many.
+  // How many threads wait in enqueue or dequeue_many.
   int64_t num_waiting() const { return queue_.num_waiting(); }
 
-  // Calls `fn` after each dequeue_many took something and after close(), in
-  // their threads, with no lock held; also at once, if closed already. May call
-  // it more often. It must not throw, and cannot be removed.
+  // Calls `fn` whenever dequeue_many has taken items and after close(), in the
+  // thread of that call, with no lock held. If the queue is closed, calls `fn`
+  // at once. May call `fn` more often than needed. `fn` must not throw, and
+  // cannot be removed.
   void on_change(std::function<void()> fn) {
     changed_.add(fn);
     if (is_closed()) fn();

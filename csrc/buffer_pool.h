@@ -16,25 +16,27 @@
 
 namespace torchbeast {
 
-// Memory, valid for as long as `owner` lives.
+// Memory that is valid for as long as `owner` lives.
 struct Block {
   char* data = nullptr;
   std::shared_ptr<void> owner;
 };
 
-// Makes at least `nbytes` of memory. May be slow, take the GIL, and throw.
+// Allocates at least `nbytes` of memory. May be slow, may take the GIL, and may
+// throw.
 using Allocate = std::function<Block(size_t nbytes)>;
 
-// Memory from the heap, aligned to 64 bytes, or to pages from one page on.
+// Memory from the heap, aligned to 64 bytes; from one page (4096 bytes) on,
+// aligned to pages.
 Block allocate_from_heap(size_t nbytes);
 
-// Gives out memory and takes it back. Thread-safe.
-//   allocate   an uninitialised array. Its memory returns to the pool when the
-//              last owner drops it, in that thread, and serves a later array
-//              of about the same size.
-// So once a program has seen its sizes, `Allocate` is not called any more.
-// Arrays may outlive the pool: then their memory is freed, not kept. `Allocate`
-// is never called, and no memory freed, with a lock held.
+// Recycles the memory of arrays. Thread-safe.
+//   allocate  returns an uninitialised array. When the array's last owner drops
+//             it, in whichever thread, its memory returns to the pool, and a
+//             later array of about the same size gets it.
+// So a program that has allocated each of its sizes once does not call
+// `Allocate` again. Arrays may outlive the pool; then their memory is freed.
+// The pool calls `Allocate`, and frees memory, with no lock held.
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
   struct Private {};
 
@@ -49,33 +51,28 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
-  // Throws what `Allocate` throws; std::invalid_argument for a shape that is
-  // negative or too large.
+  // Throws what `Allocate` throws, and std::invalid_argument for a shape with a
+  // negative axis or one that is too large.
   Array allocate(DType dtype, Shape shape);
 
-  // Blocks ever made by `Allocate`.
+  // How many blocks `Allocate` has made so far.
   size_t num_allocated() const {
     std::lock_guard lock(mu_);
     return num_allocated_;
   }
 
-  size_t bytes_allocated() const {
-    std::lock_guard lock(mu_);
-    return bytes_allocated_;
-  }
-
  private:
-  // Sizes come in classes, four per doubling, so that batches of slightly
-  // different sizes share memory: 64, 80, 96, 112, 128, 160, ...
+  // Sizes are rounded up to classes, four per doubling, so that batches of
+  // slightly different sizes share memory: 64, 80, 96, 112, 128, 160, ...
   static constexpr size_t kSmallest = 64;
   static constexpr size_t kNumClasses = 1 + 4 * 57;  // The last is 2^63 bytes.
 
   struct SizeClass {
-    size_t num_blocks = 0;    // Given out or not.
-    std::vector<Block> free;  // Has room for all of them.
+    size_t num_blocks = 0;    // All of this class, in use or free.
+    std::vector<Block> free;  // Its capacity is at least num_blocks.
   };
 
-  // Brings a block home when the last owner of an array lets go.
+  // Deleter of an array: returns its block to the pool.
   struct Return {
     std::weak_ptr<BufferPool> pool;
     size_t size_class;
@@ -107,7 +104,8 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
     std::lock_guard lock(mu_);
     auto& free = classes_[size_class].free;
     if (free.empty()) return {};
-    Block block = std::move(free.back());  // The last one used is in the cache.
+    Block block =
+        std::move(free.back());  // The most recent is likely in the CPU cache.
     free.pop_back();
     return block;
   }
@@ -122,7 +120,6 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
       sizes.free.reserve(2 * sizes.num_blocks);  // give_back must not throw.
     }
     ++num_allocated_;
-    bytes_allocated_ += nbytes;
     return block;
   }
 
@@ -135,7 +132,6 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   mutable std::mutex mu_;
   std::array<SizeClass, kNumClasses> classes_;  // Guarded by mu_.
   size_t num_allocated_ = 0;                    // Guarded by mu_.
-  size_t bytes_allocated_ = 0;                  // Guarded by mu_.
 };
 
 inline Block allocate_from_heap(size_t nbytes) {

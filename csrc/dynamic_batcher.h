@@ -27,34 +27,33 @@
 
 namespace torchbeast {
 
-// Sizes are counted in rows: entries along `batch_dim`. As in QueueOptions.
+// Sizes are numbers of rows: entries along `batch_dim`. The options of the same
+// name in QueueOptions mean the same.
 struct BatcherOptions {
   int64_t batch_dim = 1;
   int64_t minimum_batch_size = 1;
   int64_t maximum_batch_size = 1024;
   std::optional<int64_t> timeout_ms = 100;
-  // Outputs must have exactly as many rows as their batch. Without, they may
-  // have more, and those are ignored: for models that pad.
+  // Whether outputs must have exactly as many rows as their batch. If not, they
+  // may have more, and the rows at the end are ignored: for models that pad.
   bool check_outputs = true;
 };
 
-// The part of a batch's outputs that answers one compute(). Valid in Done only.
+// The rows of a batch's outputs that answer one compute(). Valid only inside
+// the call of Done.
 struct Outputs {
   const Nest& batch;
   int64_t begin = 0;  // First row.
   int64_t rows = 0;
   int64_t batch_dim = 1;
 
-  Shape leaf_shape(size_t leaf) const;
-  size_t leaf_nbytes(size_t leaf) const;
-  // Writes leaf_nbytes to `dst`: [.., rows, ..] in C order.
-  void copy_leaf(size_t leaf, char* dst) const;
+  // Copies the rows to memory of `buffers`.
   Nest copy(BufferPool& buffers) const;
 };
 
 namespace internal {
 
-// Exactly one of the two is given.
+// Exactly one argument is not null.
 using Done =
     std::function<void(const Outputs* outputs, std::exception_ptr error)>;
 
@@ -63,18 +62,19 @@ struct Request {
   int64_t rows;
 };
 
-// Requests handed out in batches and not answered yet. Shared by a batcher and
-// its batches, which may outlive it.
+// The requests of batches that were handed out and not answered yet. Shared by
+// a batcher and its batches, which may outlive the batcher.
 struct InFlight {
   using Batches = std::list<std::vector<Request>>;
 
   std::mutex mu;
   bool closed = false;                    // Guarded by mu.
   Batches batches;                        // Guarded by mu.
-  std::atomic<int64_t> num_computing{0};  // Threads that wait in compute().
+  std::atomic<int64_t> num_computing{0};  // Threads in compute().
 };
 
-// Calls the Done of each request, whatever they throw; then rethrows the first.
+// Calls `answer` for each request, even if some calls throw. Rethrows the first
+// exception at the end.
 template <typename Answer>
 void answer_all(const std::vector<Request>& requests, const Answer& answer) {
   std::exception_ptr first;
@@ -96,16 +96,19 @@ inline void fail_all(const std::vector<Request>& requests,
 
 }  // namespace internal
 
-// Inputs of several computes, to be answered together. Thread-safe.
-//   inputs       the joined inputs: always a copy, so that a model may write to
-//                them. Nobody else reads them.
-//   set_outputs  answers each compute with its own rows, in this thread. The
-//                outputs may have any structure; every leaf has the batch's
-//                rows along `batch_dim`. Throws std::invalid_argument naming
-//                the leaf if not, and may then be called again. Once answered:
-//                std::runtime_error. After the batcher was closed it does
-//                nothing: the computes have been told.
-// A batch dropped without outputs throws AsyncError in every waiting compute.
+// The joined inputs of several compute() calls, which are answered together.
+// Thread-safe.
+//   inputs       returns the joined inputs. They are a copy that only this
+//                batch uses, so a model may write to them.
+//   set_outputs  answers each compute with its own rows, in the calling thread.
+//                The outputs may have any structure; every leaf must have the
+//                batch's number of rows along `batch_dim`. If not, it throws
+//                std::invalid_argument, naming the leaf, and can be called
+//                again. After it succeeded, it throws std::runtime_error. After
+//                the batcher was closed, it does nothing: close() has answered
+//                the computes with QueueClosed.
+// If the batch is destroyed without outputs, each of its computes throws
+// AsyncError.
 class Batch {
   struct Private {};
 
@@ -125,7 +128,7 @@ class Batch {
   friend class DynamicBatcher;
   using InFlight = internal::InFlight;
 
-  // Whether anybody waits for the outputs. Throws if they have been set.
+  // Whether computes wait for the outputs. Throws if outputs have been set.
   bool is_awaited_locked() const {
     if (!entry_) throw std::runtime_error("set_outputs called twice");
     return !in_flight_->closed;
@@ -136,41 +139,42 @@ class Batch {
   const std::shared_ptr<InFlight> in_flight_;
   const BatcherOptions options_;
   const int64_t rows_;
-  Nest inputs_;  // Set before anybody else sees the batch.
-  // Guarded by in_flight_->mu. Where the requests are; none once answered.
+  Nest inputs_;  // Set before get_batch returns the batch.
+  // Guarded by in_flight_->mu. The place of the requests; none once answered.
   std::optional<InFlight::Batches::iterator> entry_;
 };
 
-// Joins the inputs of many callers (compute) into batches for few model threads
-// (get_batch), and hands each caller its part of the outputs. Thread-safe.
-//   compute        waits until answered or closed, without any other limit.
-//   compute_async  calls `done` instead of waiting, exactly once: in the thread
-//                  that sets the outputs, drops the batch, or closes; with no
-//                  lock held. If `done` throws, the others are still called;
-//                  set_outputs or close() then rethrows the first.
-//   get_batch      waits for a batch as BatchingQueue::dequeue_many does;
-//                  nullptr after close().
-//   close          wakes every waiter; each compute that was not answered,
-//                  queued or handed out, throws QueueClosed. Once only:
-//                  std::runtime_error.
-//   fail           closes, as BatchingQueue::fail does.
+// Joins the inputs of many callers (compute) into batches for a few inference
+// threads (get_batch), and returns to each caller its rows of the outputs.
+// Thread-safe.
+//   compute        waits for the answer or for close(), without a time limit.
+//   compute_async  does not wait. Calls `done` exactly once, with no lock held,
+//                  in the thread that sets the outputs, drops the batch, or
+//                  closes the batcher. If a `done` throws, the others are still
+//                  called; then set_outputs or close() rethrows the first
+//                  exception.
+//   get_batch      waits for a batch, as BatchingQueue::dequeue_many does.
+//                  Returns nullptr after close().
+//   close          wakes every waiter. Each compute without an answer throws
+//                  QueueClosed. A second call throws std::runtime_error.
+//   fail           closes the batcher, as BatchingQueue::fail does.
 // compute and compute_async throw std::invalid_argument, naming the leaf, for
-// inputs that do not fit, as BatchingQueue::enqueue with `check_inputs` does,
-// and QueueClosed after close(); `done` is not called then.
+// the same inputs as BatchingQueue::enqueue with `check_inputs`, and
+// QueueClosed after close(). In both cases `done` is not called.
 //
-// Batches may be answered in any order, and outlive the batcher. Destroying it
-// closes it, and lets threads that wait in it leave first.
+// Batches may be answered in any order, and may outlive the batcher. The
+// destructor closes the batcher and waits until all waiters have left.
 class DynamicBatcher {
  public:
   using Done = internal::Done;
 
-  // Throws std::invalid_argument for options that make no sense.
+  // Throws std::invalid_argument for bad options.
   explicit DynamicBatcher(
       const BatcherOptions& options,
       std::shared_ptr<BufferPool> buffers = BufferPool::create());
   ~DynamicBatcher();
 
-  Nest compute(Nest inputs);  // The answer lies in memory of `buffers`.
+  Nest compute(Nest inputs);  // The answer is a copy in memory of `buffers`.
   void compute_async(Nest inputs, Done done);
   std::shared_ptr<Batch> get_batch();
   void close() { close_with(queue_.close()); }
@@ -178,17 +182,17 @@ class DynamicBatcher {
 
   bool is_closed() const { return queue_.is_closed(); }
   int64_t size() const { return queue_.size(); }  // Rows queued.
-  // Threads that wait in compute or get_batch.
+  // How many threads wait in compute or get_batch.
   int64_t num_waiting() const {
     return queue_.num_waiting() + in_flight_->num_computing;
   }
-  int64_t num_batches() const {
-    return queue_.counts().batches;
-  }  // Handed out.
-  int64_t num_rows() const { return queue_.counts().taken; }  // In them.
+  // How many batches get_batch has returned, and how many rows they had.
+  int64_t num_batches() const { return queue_.counts().batches; }
+  int64_t num_rows() const { return queue_.counts().taken; }
 
-  // Calls `fn` after close(), in its thread, with no lock held; also at once,
-  // if closed already. May call it twice. It must not throw.
+  // Calls `fn` after close(), in the thread of close(), with no lock held. If
+  // the batcher is closed, calls `fn` at once. May call `fn` twice. `fn` must
+  // not throw.
   void on_close(std::function<void()> fn) {
     closed_.add(fn);
     if (is_closed()) fn();
@@ -212,32 +216,17 @@ class DynamicBatcher {
   RowQueue<Done> queue_;
 };
 
-inline Shape Outputs::leaf_shape(size_t leaf) const {
-  Shape shape = batch.leaves[leaf].shape;
-  shape[batch_dim] = rows;
-  return shape;
-}
-
-inline size_t Outputs::leaf_nbytes(size_t leaf) const {
-  const RowLayout from(batch.leaves[leaf], batch_dim);
-  return from.outer * from.row * rows;
-}
-
-inline void Outputs::copy_leaf(size_t leaf, char* dst) const {
-  const Array& array = batch.leaves[leaf];
-  const RowLayout from(array, batch_dim);
-  const size_t nbytes = from.row * rows;
-  copy_runs(dst, nbytes, array.data + from.row * begin, from.stride, from.outer,
-            nbytes);
-}
-
 inline Nest Outputs::copy(BufferPool& buffers) const {
   Nest nest{batch.structure, {}};
   nest.leaves.reserve(batch.leaves.size());
-  for (size_t i = 0; i < batch.leaves.size(); ++i) {
-    nest.leaves.push_back(
-        buffers.allocate(batch.leaves[i].dtype, leaf_shape(i)));
-    copy_leaf(i, nest.leaves.back().data);
+  for (const Array& array : batch.leaves) {
+    Shape shape = array.shape;
+    shape[batch_dim] = rows;
+    nest.leaves.push_back(buffers.allocate(array.dtype, std::move(shape)));
+    const RowLayout from(array, batch_dim);
+    const size_t nbytes = from.row * rows;
+    copy_runs(nest.leaves.back().data, nbytes, array.data + from.row * begin,
+              from.stride, from.outer, nbytes);
   }
   return nest;
 }
@@ -293,7 +282,7 @@ inline Batch::~Batch() {
                            "A batch of " + std::to_string(rows_) +
                            " rows was dropped without set_outputs: did the "
                            "inference thread fail?")));
-  } catch (...) {  // By a Done; a destructor has nobody to tell.
+  } catch (...) {  // A Done threw; a destructor must not.
   }
 }
 
@@ -313,7 +302,7 @@ inline DynamicBatcher::~DynamicBatcher() {
   if (is_closed()) return;
   try {
     close();
-  } catch (...) {  // By a Done; a destructor has nobody to tell.
+  } catch (...) {  // A Done threw; a destructor must not.
   }
 }
 
@@ -340,7 +329,7 @@ inline Nest DynamicBatcher::compute(Nest inputs) {
   };
   ++in_flight_->num_computing;
   {
-    const Leave leave{in_flight_};  // By then, the batcher may be gone.
+    const Leave leave{in_flight_};  // The batcher may be destroyed meanwhile.
     wait_interruptibly(future);
   }
   return future.get();
@@ -372,7 +361,8 @@ inline std::shared_ptr<Batch> DynamicBatcher::get_batch() {
     internal::fail_all(entry.front(), closed_error());
     return nullptr;
   }
-  // Should there be no memory, the batch is dropped, and its computes are told.
+  // If there is no memory, this throws. The batch is then dropped, and its
+  // computes throw AsyncError.
   batch->inputs_ = concatenate(nests, options_.batch_dim, *buffers_);
   return batch;
 }

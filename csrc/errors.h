@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the core throws besides std::invalid_argument (an argument is wrong) and
-// std::runtime_error (a call came in the wrong order).
+// The exceptions of the core. Besides these it throws std::invalid_argument (an
+// argument is wrong) and std::runtime_error (a call came in the wrong order).
 
 #pragma once
 
@@ -9,27 +9,27 @@
 
 namespace torchbeast {
 
-// A queue or a batcher was closed, before the call or while it waited.
+// A queue or a batcher was closed before the call, or while the call waited.
 struct QueueClosed : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A batch was dropped by whoever had to answer it.
+// A batch was dropped without outputs, so its callers get no answer.
 struct AsyncError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// An environment server failed, too often in a row.
+// An environment server failed too often in a row.
 struct ActorError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A server and this learner do not fit: trying again will not help.
+// A server does not fit this learner. To connect again will not help.
 struct ServerMismatch : ActorError {
   using ActorError::ActorError;
 };
 
-// A server is not there, or busy; it may be back soon.
+// A server cannot be reached, or is busy. It may answer soon.
 struct ServerUnavailable : ActorError {
   using ActorError::ActorError;
 };

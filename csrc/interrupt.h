@@ -11,17 +11,17 @@
 
 namespace torchbeast {
 
-// How a thread that waits is called away, by Ctrl-C for instance: while its
-// `interrupt_check` is set, its waits call that every kInterruptInterval, with
-// no lock held. What it throws ends the wait.
+// Lets a signal such as Ctrl-C end a wait. If a thread has set its
+// `interrupt_check`, its waits call this function every kInterruptInterval,
+// with no lock held. An exception of the function ends the wait.
 inline thread_local void (*interrupt_check)() = nullptr;
 
-// Short for a person, long for a processor.
+// Short for a person who presses Ctrl-C, and rare enough to cost no CPU time.
 inline constexpr std::chrono::milliseconds kInterruptInterval{100};
 
-// Waits for `changed`, at most until `deadline`. Like every such wait it may
-// return early. If it throws, it has notified another waiter in its place, and
-// holds the lock.
+// Waits for `changed`, at most until `deadline`. May return early, as every
+// wait for a condition variable. If it throws, it has notified another waiter
+// of `changed` first, and holds the lock.
 inline void wait_interruptibly(
     std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
     std::optional<std::chrono::steady_clock::time_point> deadline =

@@ -10,8 +10,9 @@
 
 namespace torchbeast {
 
-// Functions to call when something has happened. Thread-safe; they run in the
-// thread that calls call(), with no lock held. They must not throw.
+// A list of callbacks. Thread-safe.
+//   add   adds a callback. It cannot be removed, and must not throw.
+//   call  calls all of them, in the thread of the caller, with no lock held.
 class Listeners {
  public:
   using Functions = std::vector<std::function<void()>>;
@@ -34,7 +35,8 @@ class Listeners {
 
  private:
   mutable std::mutex mu_;
-  // Guarded by mu_. Replaced, never changed.
+  // Guarded by mu_. add() replaces the list, so call() can use the old one
+  // without the lock.
   std::shared_ptr<const Functions> functions_ = std::make_shared<Functions>();
 };
 

@@ -1,48 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// libtorchbeast._C: the core as Python sees it. No other file knows Python.
-// _C.pyi has the types and the full documentation.
+// The bindings: libtorchbeast._C, the core as Python sees it. Only this file
+// and py_*.{h,cc} know Python. _C.pyi has the types and the full documentation.
 //
-// Who holds the GIL:
-// * Calls that can wait give it up around the wait (without_gil) and are marked
-//   "Blocks." below. The frames that wait own no Python object: at the end of
-//   the interpreter Python ends such threads by unwinding them, without GIL.
-// * The core drops arrays in any thread, also in such that must not wait for
-//   the GIL. So what keeps a Python object alive (keep) does not let go of it
-//   itself: it puts it down with the Undertaker, and the next thread that comes
-//   by with the GIL lets go of it.
-// * `allocate` takes the GIL, in whichever thread needs memory, until the
-//   interpreter is about to end. The core calls it with no lock held.
+// Methods that release the GIL while they wait are marked "Blocks."; py_gil.h
+// has the rules.
 
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
-#include <condition_variable>
 #include <cstdint>
-#include <exception>
-#include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include "actor_pool.h"
-#include "array.h"
 #include "batching_queue.h"
-#include "buffer_pool.h"
 #include "dynamic_batcher.h"
 #include "errors.h"
-#include "interrupt.h"
 #include "nest.h"
+#include "py_gil.h"
+#include "py_memory.h"
+#include "py_nest.h"
 #include "transport_grpc.h"
 #include "wire.h"
 
@@ -51,484 +35,28 @@ namespace py = pybind11;
 namespace torchbeast {
 namespace {
 
-// ---------------------------------------------------------------------------
-// Python objects that C++ keeps alive.
+// --- The actor pool ----------------------------------------------------------
 
-// Takes Python objects from threads without the GIL. Thread-safe.
-class Undertaker {
- public:
-  void take(PyObject* object) {
-    std::lock_guard lock(mu_);
-    objects_.push_back(object);
-  }
-
-  // Lets go of everything taken. With the GIL.
-  void bury() {
-    std::vector<PyObject*> objects;
-    {
-      std::lock_guard lock(mu_);
-      objects.swap(objects_);
-    }
-    for (PyObject* object : objects) Py_DECREF(object);
-  }
-
- private:
-  std::mutex mu_;
-  std::vector<PyObject*> objects_;  // Guarded by mu_.
-};
-
-Undertaker& undertaker() {
-  // Never destroyed: threads of the core may outlive main().
-  static Undertaker* const undertaker = new Undertaker();
-  return *undertaker;
-}
-
-// A new reference to `object`, to be dropped by any thread.
-std::shared_ptr<void> keep(PyObject* object) {
-  return std::shared_ptr<void>(Py_NewRef(object), [](void* kept) {
-    undertaker().take(static_cast<PyObject*>(kept));
-  });
-}
-
-// ---------------------------------------------------------------------------
-// Waiting without the GIL.
-
-// A signal came and its Python handler raised; the error is set.
-struct Interrupted {};
-
-unsigned long main_thread = 0;  // NOLINT: as PyThread_get_thread_ident has it.
-
-// Ctrl-C must reach a main thread that waits in C++.
-void check_signals() {
-  const PyGILState_STATE state = PyGILState_Ensure();
-  // With an error set no handler may run. Then the work is ending because of
-  // it.
-  const bool raised = !PyErr_Occurred() && PyErr_CheckSignals() != 0;
-  PyGILState_Release(state);
-  if (raised) throw Interrupted();
-}
-
-// Returns work(), run without the GIL. At the end of the interpreter this may
-// not return, but unwind or stay for ever: so callers own no Python objects.
-template <typename Work>
-auto without_gil(const Work& work) {
-  using Result = std::invoke_result_t<Work>;
-  std::exception_ptr error;
-  bool interrupted = false;
-  std::optional<Result> result;
-
-  PyThreadState* const thread = PyEval_SaveThread();
-  if (PyThread_get_thread_ident() == main_thread) {
-    interrupt_check = check_signals;
-  }
-  try {
-    result.emplace(work());
-  } catch (const Interrupted&) {
-    interrupted = true;
-  } catch (...) {
-    error = std::current_exception();
-  }
-  interrupt_check = nullptr;
-  PyEval_RestoreThread(thread);
-
-  undertaker().bury();
-  // Also if the work ended otherwise meanwhile: the handler's error is still
-  // set.
-  if (interrupted || PyErr_Occurred()) throw py::error_already_set();
-  if (error) std::rethrow_exception(error);
-  return std::move(*result);
-}
-
-// The same for work that returns nothing.
-template <typename Work>
-void call_without_gil(const Work& work) {
-  without_gil([&work] {
-    work();
-    return true;
-  });
-}
-
-// ---------------------------------------------------------------------------
-// Arrays in and out: torch tensors and numpy arrays, sharing their memory.
-
-constexpr std::array kDTypes = {
-    DType::kBool,   DType::kUInt8,   DType::kInt8,     DType::kUInt16,
-    DType::kInt16,  DType::kUInt32,  DType::kInt32,    DType::kUInt64,
-    DType::kInt64,  DType::kFloat16, DType::kBFloat16, DType::kFloat32,
-    DType::kFloat64};
-
-py::str interned(const char* text) {
-  return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text));
-}
-
-// What is used of Python again and again. Never destroyed.
-struct Handles {
-  // In the order of kDTypes. numpy has no bfloat16: it gets these as int16.
-  std::array<py::dtype, kDTypes.size()> numpy_dtypes;
-
-  // Of torch; null if it is not installed.
-  py::object tensor_type;
-  py::object from_numpy;
-  std::array<py::object, kDTypes.size()> torch_dtypes;
-
-  const py::str contiguous = interned("contiguous");
-  const py::str data_ptr = interned("data_ptr");
-  const py::str detach = interned("detach");
-  const py::str dtype = interned("dtype");
-  const py::str is_contiguous = interned("is_contiguous");
-  const py::str is_cpu = interned("is_cpu");
-  const py::str requires_grad = interned("requires_grad");
-  const py::str shape = interned("shape");
-
-  Handles() {
-    for (size_t i = 0; i < kDTypes.size(); ++i) {
-      const bool known = kDTypes[i] != DType::kBFloat16;
-      numpy_dtypes[i] =
-          py::dtype(std::string(known ? name(kDTypes[i]) : "int16"));
-    }
-    try {
-      const py::module_ torch = py::module_::import("torch");
-      tensor_type = torch.attr("Tensor");
-      from_numpy = torch.attr("from_numpy");
-      for (size_t i = 0; i < kDTypes.size(); ++i) {
-        torch_dtypes[i] = torch.attr(std::string(name(kDTypes[i])).c_str());
-      }
-    } catch (py::error_already_set& error) {
-      if (!error.matches(PyExc_ModuleNotFoundError)) throw;
-    }
-  }
-
-  bool is_tensor(py::handle object) const {
-    return tensor_type && py::isinstance(object, tensor_type);
-  }
-};
-
-// The first call imports numpy, and torch if it is installed.
-const Handles& handles() {
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Handles> storage;
-  return storage.call_once_and_store_result([] { return Handles(); })
-      .get_stored();
-}
-
-// Where an object is in the nest that it came in. For messages.
-struct Place {
-  const Place* above = nullptr;
-  const std::string* key = nullptr;  // In a dict; otherwise there is an index.
-  size_t index = 0;
-
-  // "Leaf [0]['frame']: "
-  std::string message() const {
-    return (above == nullptr ? "The array" : "Leaf " + path()) + ": ";
-  }
-
- private:
-  std::string path() const {
-    if (above == nullptr) return "";
-    return above->path() +
-           (key ? "['" + *key + "']" : "[" + std::to_string(index) + "]");
-  }
-};
-
-std::string text_of(py::handle object) { return py::str(object); }
-
-Array array_from_tensor(py::object tensor, const Place& place) {
-  const Handles& python = handles();
-  if (!py::cast<bool>(tensor.attr(python.is_cpu))) {
-    throw std::invalid_argument(
-        place.message() + "expected a tensor on the CPU, got one on " +
-        text_of(tensor.attr("device")) + "; call .cpu() first");
-  }
-  const py::object dtype = tensor.attr(python.dtype);
-  size_t i = 0;
-  while (i < kDTypes.size() && !python.torch_dtypes[i].is(dtype)) ++i;
-  if (i == kDTypes.size()) {
-    throw py::type_error(place.message() +
-                         "expected booleans, integers or "
-                         "floats, got " +
-                         text_of(dtype));
-  }
-  // The queue must not keep a graph alive.
-  if (py::cast<bool>(tensor.attr(python.requires_grad))) {
-    tensor = tensor.attr(python.detach)();
-  }
-  if (!py::cast<bool>(tensor.attr(python.is_contiguous)())) {
-    tensor = tensor.attr(python.contiguous)();
-  }
-
-  Array array;
-  array.dtype = kDTypes[i];
-  for (const py::handle axis : py::tuple(tensor.attr(python.shape))) {
-    array.shape.push_back(py::cast<int64_t>(axis));
-  }
-  array.data = reinterpret_cast<char*>(
-      py::cast<uintptr_t>(tensor.attr(python.data_ptr)()));
-  array.owner = keep(tensor.ptr());
-  return array;
-}
-
-Array array_from_ndarray(py::array ndarray, const Place& place) {
-  const Handles& python = handles();
-  const py::dtype dtype = ndarray.dtype();
-  size_t i = 0;
-  while (i < kDTypes.size() &&
-         (kDTypes[i] == DType::kBFloat16 ||
-          python.numpy_dtypes[i].kind() != dtype.kind() ||
-          python.numpy_dtypes[i].itemsize() != dtype.itemsize())) {
-    ++i;
-  }
-  if (i == kDTypes.size()) {
-    throw py::type_error(place.message() +
-                         "expected booleans, integers or "
-                         "floats, got " +
-                         text_of(dtype));
-  }
-  // A batch of a single item shares its memory, and may be written to: so
-  // constants are copied, as well as what is not plain C order.
-  using Flags = py::detail::npy_api::constants;
-  constexpr int kPlain = Flags::NPY_ARRAY_C_CONTIGUOUS_ |
-                         Flags::NPY_ARRAY_ALIGNED_ |
-                         Flags::NPY_ARRAY_WRITEABLE_;
-  if ((ndarray.flags() & kPlain) != kPlain ||
-      dtype.byteorder() != python.numpy_dtypes[i].byteorder()) {
-    ndarray =
-        py::array::ensure(ndarray.attr("astype")(python.numpy_dtypes[i], "C"));
-  }
-
-  Array array;
-  array.dtype = kDTypes[i];
-  array.shape.assign(ndarray.shape(), ndarray.shape() + ndarray.ndim());
-  array.data = static_cast<char*>(ndarray.mutable_data());
-  array.owner = keep(ndarray.ptr());
-  return array;
-}
-
-Array to_array(py::handle object, const Place& place) {
-  if (handles().is_tensor(object)) {
-    return array_from_tensor(py::reinterpret_borrow<py::object>(object), place);
-  }
-  if (py::isinstance<py::array>(object)) {
-    return array_from_ndarray(py::reinterpret_borrow<py::array>(object), place);
-  }
-  throw py::type_error(place.message() +
-                       "expected a torch.Tensor or a numpy.ndarray, got " +
-                       Py_TYPE(object.ptr())->tp_name);
-}
-
-// A tensor, or an ndarray where torch is not installed, in the memory of
-// `array`.
-py::object to_python(const Array& array) {
-  const Handles& python = handles();
-  const auto i = static_cast<size_t>(array.dtype);
-  // Python holds the owner through this capsule.
-  auto owner = std::make_unique<std::shared_ptr<void>>(array.owner);
-  const py::capsule capsule(owner.get(), [](void* owner) {
-    delete static_cast<std::shared_ptr<void>*>(owner);
-    undertaker().bury();
-  });
-  owner.release();
-  py::array ndarray(python.numpy_dtypes[i], array.shape, {}, array.data,
-                    capsule);
-  const bool is_bfloat16 = array.dtype == DType::kBFloat16;
-  if (!python.from_numpy) {
-    if (is_bfloat16) throw py::type_error("bfloat16 arrays need torch");
-    return ndarray;
-  }
-  py::object tensor = python.from_numpy(ndarray);
-  return is_bfloat16 ? tensor.attr("view")(python.torch_dtypes[i]) : tensor;
-}
-
-// ---------------------------------------------------------------------------
-// Nests in and out.
-
-// Reads a nest; the leaves end up in `leaves`, in order.
-Structure::Ptr read_nest(py::handle object, const Place& place,
-                         std::vector<Array>* leaves) {
-  const bool is_tuple = PyTuple_Check(object.ptr());
-  const bool is_dict = PyDict_Check(object.ptr());
-  if (!is_tuple && !is_dict && !PyList_Check(object.ptr())) {
-    leaves->push_back(to_array(object, place));
-    return Structure::leaf();
-  }
-  // A list may hold itself.
-  if (Py_EnterRecursiveCall(" in a nest")) throw py::error_already_set();
-  struct Leave {
-    ~Leave() { Py_LeaveRecursiveCall(); }
-  } leave;
-
-  if (is_dict) {
-    std::map<std::string, py::object> values;  // Sorted, as the core wants it.
-    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(object)) {
-      if (!PyUnicode_Check(key.ptr())) {
-        throw py::type_error(place.message() +
-                             "expected a dict with strings "
-                             "as keys, got the key " +
-                             std::string(py::repr(key)));
-      }
-      values.emplace(py::cast<std::string>(key),
-                     py::reinterpret_borrow<py::object>(value));
-    }
-    std::map<std::string, Structure::Ptr> children;
-    for (const auto& [key, value] : values) {
-      children.emplace(key, read_nest(value, {&place, &key}, leaves));
-    }
-    return Structure::dict(std::move(children));
-  }
-
-  std::vector<Structure::Ptr> children;
-  for (const py::handle child : py::reinterpret_borrow<py::sequence>(object)) {
-    children.push_back(
-        read_nest(child, {&place, nullptr, children.size()}, leaves));
-  }
-  if (!is_tuple) return Structure::list(std::move(children));
-  const bool is_namedtuple =
-      !PyTuple_CheckExact(object.ptr()) && py::hasattr(object, "_make");
-  return Structure::tuple(
-      std::move(children),
-      is_namedtuple ? keep(py::type::handle_of(object).ptr()) : nullptr);
-}
-
-Nest to_nest(py::handle object) {
-  Nest nest;
-  nest.structure = read_nest(object, Place(), &nest.leaves);
-  return nest;
-}
-
-// `leaf` is moved on past the leaves of `structure`.
-py::object write_nest(const Structure& structure, const Array** leaf) {
-  if (structure.kind == Structure::Kind::kLeaf) return to_python(*(*leaf)++);
-  if (structure.kind == Structure::Kind::kDict) {
-    py::dict dict;
-    for (size_t i = 0; i < structure.keys.size(); ++i) {
-      dict[py::str(structure.keys[i])] =
-          write_nest(*structure.children[i], leaf);
-    }
-    return dict;
-  }
-  py::list list;
-  for (const auto& child : structure.children) {
-    list.append(write_nest(*child, leaf));
-  }
-  if (structure.kind == Structure::Kind::kList) return list;
-  if (!structure.type) return py::tuple(list);
-  return py::handle(static_cast<PyObject*>(structure.type.get()))
-      .attr("_make")(list);
-}
-
-py::object to_python(const Nest& nest) {
-  const Array* leaf = nest.leaves.data();
-  return write_nest(*nest.structure, &leaf);
-}
-
-// ---------------------------------------------------------------------------
-// Memory from Python.
-
-// `memory` as a Block of at least `nbytes`.
-Block to_block(py::object memory, size_t nbytes) {
-  constexpr uintptr_t kAlignment = 16;  // malloc's; enough for every dtype.
-  if (!handles().is_tensor(memory)) {
-    memory = py::module_::import("numpy").attr("frombuffer")(memory, "uint8");
-    if (!py::cast<py::array>(memory).writeable()) {
-      throw std::invalid_argument("expected memory to write to");
-    }
-  }
-  const Array array = to_array(memory, Place());
-  if (array.nbytes() < nbytes) {
-    throw std::invalid_argument("expected at least as many bytes, got " +
-                                std::to_string(array.nbytes()));
-  }
-  if (reinterpret_cast<uintptr_t>(array.data) % kAlignment != 0) {
-    throw std::invalid_argument("expected memory aligned to " +
-                                std::to_string(kAlignment) + " bytes");
-  }
-  return {array.data, array.owner};
-}
-
-// Calls of `allocate` stop before the interpreter ends: Python would end a
-// thread that wants the GIL by unwinding it, and the core must not be unwound
-// like that. Thread-safe.
-class Allocations {
- public:
-  // While one exists, the interpreter does not end. Throws when it is about to.
-  class Guard {
-   public:
-    explicit Guard(Allocations* allocations) : allocations_(allocations) {
-      std::lock_guard lock(allocations_->mu_);
-      if (allocations_->ended_) {
-        throw std::runtime_error("the Python interpreter is ending");
-      }
-      ++allocations_->running_;
-    }
-    ~Guard() {
-      std::lock_guard lock(allocations_->mu_);
-      if (--allocations_->running_ == 0) allocations_->finished_.notify_all();
-    }
-    Guard(const Guard&) = delete;
-    Guard& operator=(const Guard&) = delete;
-
-   private:
-    Allocations* const allocations_;
-  };
-
-  // Waits for the running ones, which need the GIL: without it.
-  void end() {
-    std::unique_lock lock(mu_);
-    ended_ = true;
-    finished_.wait(lock, [this] { return running_ == 0; });
-  }
-
- private:
-  std::mutex mu_;
-  std::condition_variable finished_;
-  int running_ = 0;     // Guarded by mu_.
-  bool ended_ = false;  // Guarded by mu_.
-};
-
-Allocations& allocations() {
-  static auto* const allocations = new Allocations();  // As the undertaker.
-  return *allocations;
-}
-
-// A pool whose memory comes from `allocate`, a callable or None.
-std::shared_ptr<BufferPool> make_pool(const py::object& allocate) {
-  if (allocate.is_none()) return BufferPool::create();
-  const std::shared_ptr<void> function = keep(allocate.ptr());
-  return BufferPool::create([function](size_t nbytes) {
-    const Allocations::Guard guard(&allocations());
-    const py::gil_scoped_acquire gil;
-    try {
-      const py::handle allocate(static_cast<PyObject*>(function.get()));
-      return to_block(allocate(nbytes), nbytes);
-    } catch (const std::exception& error) {
-      // Nothing of Python may leave here: who catches it has no GIL.
-      throw std::runtime_error("allocate(" + std::to_string(nbytes) +
-                               ") failed: " + error.what());
-    }
-  });
-}
-
-// ---------------------------------------------------------------------------
-// The actor pool.
-
-// Live pools. With the GIL.
+// All pools that exist. Needs the GIL.
 std::vector<std::weak_ptr<ActorPool>>& pools() {
   static auto* const pools = new std::vector<std::weak_ptr<ActorPool>>();
   return *pools;
 }
 
-bool was_forked = false;  // With the GIL.
+bool was_forked = false;  // Guarded by the GIL.
 
-// For a process that was forked: it has none of the pools' threads, so nobody
-// may wait for them. The pools are never destroyed there.
+// Runs in a child process after os.fork(). The child has none of the pools'
+// threads, so it must not wait for them: it never stops or destroys the pools.
 void after_fork_in_child() {
   was_forked = true;
-  static auto* const forgotten = new std::vector<std::shared_ptr<ActorPool>>();
+  static auto* const leaked = new std::vector<std::shared_ptr<ActorPool>>();
   for (const auto& weak : std::exchange(pools(), {})) {
-    if (auto pool = weak.lock()) forgotten->push_back(std::move(pool));
+    if (auto pool = weak.lock()) leaked->push_back(std::move(pool));
   }
 }
 
-// For atexit: what calls Python from threads of the core ends now. Queues and
-// batchers go on, as later exit handlers may want to use them.
+// Runs at exit of the interpreter: ends all threads of the core that may call
+// Python. Queues and batchers stay open, as later exit handlers may use them.
 void end() {
   if (was_forked) return;
   for (const auto& weak : std::exchange(pools(), {})) {
@@ -536,10 +64,10 @@ void end() {
       call_without_gil([&pool] { pool->stop(); });
     }
   }
-  call_without_gil([] { allocations().end(); });
+  call_without_gil([] { end_allocations(); });
 }
 
-// core.tls.Credentials: the contents of ca.pem, cert.pem and key.pem.
+// core.remote.tls.Credentials: the contents of ca.pem, cert.pem and key.pem.
 using PemFiles = std::tuple<std::string, std::string, std::string>;
 
 std::optional<Tls> to_tls(std::optional<PemFiles> files) {
@@ -548,7 +76,7 @@ std::optional<Tls> to_tls(std::optional<PemFiles> files) {
   return Tls{std::move(ca), std::move(cert), std::move(key)};
 }
 
-// (path, low, high)
+// (path, low, high): see wire::ValueRange.
 using PyValueRange =
     std::tuple<std::vector<std::variant<uint32_t, std::string>>,
                std::vector<int64_t>, std::vector<int64_t>>;
@@ -570,6 +98,7 @@ wire::ValueRange to_value_range(const PyValueRange& range) {
   return result;
 }
 
+// The parameters are those of the Python class.
 std::shared_ptr<ActorPool> make_actor_pool(
     int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
     std::shared_ptr<DynamicBatcher> inference_batcher,
@@ -599,8 +128,9 @@ std::shared_ptr<ActorPool> make_actor_pool(
   options.first_incarnation = first_incarnation;
   options.max_failures = max_failures;
   options.step_timeout_s = step_timeout_s;
-  // run() holds a reference: none of its threads, which may want the GIL, is
-  // left to be waited for when the pool is destroyed.
+  // The binding of run() holds a reference. So when the pool is destroyed,
+  // run() has ended, and the destructor does not wait for threads that may need
+  // the GIL.
   const auto pool = std::make_shared<ActorPool>(
       std::move(options),
       make_grpc_transport(num_threads, keepalive_s, to_tls(std::move(tls))));
@@ -655,8 +185,7 @@ py::bytes describe_server(const std::string& address,
       [&] { return describe(address, wire::encode(hello), timeout_s, tls); }));
 }
 
-// ---------------------------------------------------------------------------
-// The module.
+// --- The module --------------------------------------------------------------
 
 py::object self_of(py::object self) { return self; }
 
@@ -811,8 +340,7 @@ void bind_actor_pool(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  main_thread = py::cast<unsigned long>(  // NOLINT: as Python has it.
-      py::module_::import("threading").attr("main_thread")().attr("ident"));
+  set_main_thread();
 
   py::register_exception<QueueClosed>(m, "ClosedBatchingQueue",
                                       PyExc_RuntimeError);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Nests: tuples, lists and dicts of arrays, any way into each other.
+// Nests: tuples, lists and dicts of arrays, nested to any depth.
 
 #pragma once
 
@@ -16,18 +16,19 @@
 
 namespace torchbeast {
 
-// How leaves are nested. Immutable, so that nests of one kind share one.
+// The shape of a nest without its arrays. Immutable, so that many nests share
+// one Structure.
 struct Structure {
   using Ptr = std::shared_ptr<const Structure>;
   enum class Kind : uint8_t { kLeaf, kTuple, kList, kDict };
 
   Kind kind = Kind::kLeaf;
-  std::vector<std::string> keys;  // Of a dict: sorted, one for each child.
+  std::vector<std::string> keys;  // Only of a dict: sorted, one for each child.
   std::vector<Ptr> children;
-  // A namedtuple's class, for whoever made the structure; not looked at here,
-  // and not part of what makes two structures equal.
+  // Only of a namedtuple: its Python class. The core does not use it, and
+  // equal() ignores it.
   std::shared_ptr<void> type;
-  size_t num_leaves = 1;  // Here and below.
+  size_t num_leaves = 1;  // Of this structure and all its children.
 
   static Ptr leaf();
   static Ptr tuple(std::vector<Ptr> children,
@@ -36,20 +37,21 @@ struct Structure {
   static Ptr dict(std::map<std::string, Ptr> children);
 };
 
-// The kinds, keys and nesting; a tuple equals a list, as in Python's `nest`.
-// Not the arrays, and not `type`.
+// Whether kinds, keys and nesting are equal. A tuple equals a list, as in
+// Python's `nest`. Ignores `type`.
 bool equal(const Structure& a, const Structure& b);
 
 std::string describe(const Structure& structure);  // "({a: *, b: *}, *)"
 
-// How Python would reach leaf number `leaf`, for messages: "[0]['frame']".
-// Empty if the nest is this leaf.
+// The path of leaf number `leaf` as Python writes it: "[0]['frame']". For
+// messages. Empty if the structure is a single leaf.
 std::string leaf_path(const Structure& structure, size_t leaf);
 
-// A structure and its leaves, in order: depth first, dicts by sorted key.
+// A structure and its leaves. The order of the leaves is depth first, and the
+// keys of a dict are sorted.
 struct Nest {
   Structure::Ptr structure;
-  std::vector<Array> leaves;  // As many as structure->num_leaves.
+  std::vector<Array> leaves;  // Their number is structure->num_leaves.
 };
 
 namespace internal {
@@ -125,7 +127,7 @@ inline std::string describe(const Structure& structure) {
       return "{" + text + "}";
     case Kind::kList:
       return "[" + text + "]";
-    default:  // A tuple of one needs its comma.
+    default:  // Python writes a tuple of one element with a comma.
       return "(" + text + (structure.children.size() == 1 ? ",)" : ")");
   }
 }

@@ -12,16 +12,18 @@
 #include <utility>
 
 #include "errors.h"
+#include "text.h"
 #include "transport.h"
 
 namespace torchbeast {
 namespace {
 
-// What TorchBeast's learners expect, in their order.
+// Rows as tuples, in the order of the TorchBeast of 2019.
 constexpr std::array<std::string_view, 5> kTupleRows = {
     "observation", "reward", "done", "episode_step", "episode_return"};
 
-// Single numbers whose dtype is part of the contract (core/rollouts.py).
+// Scalars whose dtype is part of the contract of a rollout (the table in
+// core/rollout.py).
 struct Scalar {
   std::string_view name;
   DType dtype;
@@ -33,14 +35,16 @@ constexpr std::array<Scalar, 5> kScalars = {
     Scalar{"episode_return", DType::kFloat32, true},
     Scalar{"truncated", DType::kBool, false}};
 
-// In a message, around an array: tags and lengths.
+// An upper bound for the tags and lengths around one array of a message.
 constexpr size_t kArrayHeaderBytes = 16;
-// For a Failure with its traceback, and other names and versions in a Welcome.
+// Messages may be longer than Step and Welcome by this: a Failure holds a
+// traceback, and another Welcome may hold longer names.
 constexpr size_t kTextBytes = size_t{128} << 10;
-// A structure that a server chose, for messages.
-std::string shown(const Structure& structure) {
+
+// Describes a structure from the network, for messages.
+std::string printable_text(const Structure& structure) {
   constexpr size_t kMaxBytes = 1000;
-  return wire::printable(describe(structure), kMaxBytes);
+  return printable(describe(structure), kMaxBytes);
 }
 
 int64_t product(const Shape& shape, size_t from) {
@@ -49,7 +53,7 @@ int64_t product(const Shape& shape, size_t from) {
   return result;
 }
 
-// Where the child `key` of a dict is, and where its leaves begin.
+// A child of a dict, and the index of its first leaf.
 struct Child {
   Structure::Ptr structure;
   size_t first_leaf = 0;
@@ -74,7 +78,7 @@ void check_scalar(const wire::Welcome& welcome, const wire::Layout& layout,
   }
   const std::string expected =
       std::string(scalar.name) + " " + describe(scalar.dtype, {});
-  std::string got = "a " + shown(*child.structure);
+  std::string got = "a " + printable_text(*child.structure);
   if (child.structure->kind == Structure::Kind::kLeaf) {
     const auto& spec = welcome.step_arrays[layout.arrays[child.first_leaf]];
     if (spec.dtype == scalar.dtype && spec.shape.empty()) return;
@@ -83,7 +87,7 @@ void check_scalar(const wire::Welcome& welcome, const wire::Layout& layout,
   throw ActorError("the Welcome says " + got + ", expected " + expected);
 }
 
-// Adds the leaves below `child`.
+// Appends the leaves of `child`.
 void add_leaves(const wire::Welcome& welcome, const wire::Layout& layout,
                 const Child& child, std::vector<RowLeaf>& leaves) {
   for (size_t i = 0; i < child.structure->num_leaves; ++i) {
@@ -94,7 +98,8 @@ void add_leaves(const wire::Welcome& welcome, const wire::Layout& layout,
   }
 }
 
-// Says which leaves of the named rows inference gets; returns how they nest.
+// Appends the indexes of the leaves that inference gets, from rows that are a
+// dict. Returns their structure.
 Structure::Ptr select_inputs(const Structure& rows,
                              const std::vector<std::string>& keys,
                              std::vector<size_t>& leaves) {
@@ -104,18 +109,18 @@ Structure::Ptr select_inputs(const Structure& rows,
     if (!child.structure) {
       throw std::invalid_argument("inference_keys holds '" + key +
                                   "', but the environment servers send " +
-                                  shown(rows));
+                                  printable_text(rows));
     }
     if (!children.emplace(key, child.structure).second) continue;
     for (size_t i = 0; i < child.structure->num_leaves; ++i) {
       leaves.push_back(child.first_leaf + i);
     }
   }
-  std::sort(leaves.begin(), leaves.end());  // As the dict sorts its keys.
+  std::sort(leaves.begin(), leaves.end());  // The keys of a dict are sorted.
   return Structure::dict(std::move(children));
 }
 
-// The smallest multiple of K that the learner wants.
+// The smallest multiple of K that the learner queue accepts as a batch.
 int64_t num_columns(int64_t num_envs, const SpecOptions& options) {
   const int64_t columns =
       (options.minimum_batch_size + num_envs - 1) / num_envs * num_envs;
@@ -132,6 +137,7 @@ int64_t num_columns(int64_t num_envs, const SpecOptions& options) {
   return columns;
 }
 
+// Repeats the state of one environment for each environment of a stream.
 Array tile(const StateLeaf& leaf, const Array& one, int64_t num_envs,
            BufferPool& buffers) {
   Array array = buffers.allocate(leaf.dtype, leaf.with_columns(num_envs));
@@ -141,7 +147,85 @@ Array tile(const StateLeaf& leaf, const Array& one, int64_t num_envs,
   return array;
 }
 
-// How the second list of arrays differs from the first, or nothing.
+// An upper bound for the size of a Step.
+size_t step_bytes(const wire::Welcome& welcome) {
+  size_t bytes = 0;
+  for (const wire::ArraySpec& array : welcome.step_arrays) {
+    if (array.nbytes > kMaxMessageBytes / welcome.num_envs) {
+      bytes = kMaxMessageBytes;
+      break;
+    }
+    bytes += array.nbytes * welcome.num_envs;
+  }
+  if (bytes >= kMaxMessageBytes) {
+    throw ActorError("a Step of this Welcome is larger than " +
+                     std::to_string(kMaxMessageBytes >> 20) +
+                     " MiB; let a stream carry fewer than " +
+                     std::to_string(welcome.num_envs) + " environments");
+  }
+  return bytes + kArrayHeaderBytes * (welcome.step_arrays.size() + 1);
+}
+
+void set_rows(const wire::Welcome& welcome, const wire::Layout& layout,
+              const SpecOptions& options, EnvSpec& spec) {
+  if (!find_child(*layout.structure, "observation").structure) {
+    throw ActorError("step_arrays of the Welcome lack 'observation'");
+  }
+  if (options.named_rows) {
+    spec.rows = layout.structure;
+    add_leaves(welcome, layout, {layout.structure, 0}, spec.leaves);
+    return;
+  }
+  std::vector<Structure::Ptr> children;
+  for (const std::string_view name : kTupleRows) {
+    const Child child = find_child(*layout.structure, name);
+    add_leaves(welcome, layout, child, spec.leaves);
+    children.push_back(child.structure);
+  }
+  spec.rows = Structure::tuple(std::move(children));
+}
+
+void set_state(const SpecOptions& options, BufferPool& buffers, EnvSpec& spec) {
+  spec.state_structure = options.initial_agent_state.structure;
+  for (const Array& array : options.initial_agent_state.leaves) {
+    const StateLeaf leaf{
+        array.dtype, array.shape, static_cast<size_t>(array.shape[0]),
+        static_cast<size_t>(product(array.shape, 2)) * itemsize(array.dtype)};
+    spec.initial_state.push_back(tile(leaf, array, spec.num_envs, buffers));
+    spec.state_leaves.push_back(leaf);
+  }
+}
+
+void set_inputs(const SpecOptions& options, EnvSpec& spec) {
+  Structure::Ptr inputs = spec.rows;
+  if (options.inference_keys.empty()) {
+    spec.inference_leaves.resize(spec.leaves.size());
+    std::iota(spec.inference_leaves.begin(), spec.inference_leaves.end(), 0);
+  } else {
+    inputs = select_inputs(*spec.rows, options.inference_keys,
+                           spec.inference_leaves);
+  }
+  spec.inputs = Structure::tuple({inputs, spec.state_structure});
+}
+
+void set_ranges(const wire::Welcome& welcome, const SpecOptions& options,
+                EnvSpec& spec) {
+  for (size_t i = 0; i < welcome.step_arrays.size(); ++i) {
+    const wire::ArraySpec& array = welcome.step_arrays[i];
+    for (const wire::ValueRange& range : options.value_ranges) {
+      if (range.path != array.path) continue;
+      if (array.dtype != DType::kInt64 ||
+          array.nbytes != range.low.size() * sizeof(int64_t)) {
+        throw ActorError("the Welcome says " + wire::describe(array) +
+                         ", expected int64 and " +
+                         std::to_string(range.low.size()) + " numbers");
+      }
+      spec.ranges.emplace(i, range);
+    }
+  }
+}
+
+// The first difference between two lists of arrays; empty if there is none.
 std::string difference(const std::string& what,
                        const std::vector<wire::ArraySpec>& expected,
                        const std::vector<wire::ArraySpec>& got) {
@@ -157,7 +241,8 @@ std::string difference(const std::string& what,
   return "";
 }
 
-// How the options of two servers' environments differ, or nothing.
+// The first difference between the options of two servers' environments; empty
+// if there is none.
 std::string difference(const std::map<std::string, std::string>& expected,
                        const std::map<std::string, std::string>& got) {
   auto a = expected.begin();
@@ -167,14 +252,17 @@ std::string difference(const std::map<std::string, std::string>& expected,
     ++b;
   }
   if (a == expected.end() && b == got.end()) return "";
-  const bool is_got =
+  const bool only_got =
       a == expected.end() || (b != got.end() && b->first < a->first);
-  return "option '" + (is_got ? b : a)->first +
-         "' of the environment is not the same; start all servers with the "
-         "same flags";
+  const bool only_expected =
+      b == got.end() || (a != expected.end() && a->first < b->first);
+  return "option '" + (only_got ? b : a)->first + "' of the environment is " +
+         (only_expected ? "missing" : wire::describe_value(b->second)) +
+         ", expected " + (only_got ? "none" : wire::describe_value(a->second)) +
+         "; start all servers with the same flags";
 }
 
-// Checks that the answer is (outputs, state) with the right state. Returns the
+// Checks that the answer is (outputs, state), and checks the state. Returns the
 // structure of the outputs.
 const Structure& outputs_of(const EnvSpec& env, const Nest& answer) {
   const Structure& top = *answer.structure;
@@ -205,7 +293,7 @@ const Structure& outputs_of(const EnvSpec& env, const Nest& answer) {
   return *top.children[0];
 }
 
-// The first leaf of the outputs that is the action's, and how the action nests.
+// The index of the action's first leaf in the outputs, and its structure.
 std::pair<size_t, Structure::Ptr> action_of(const Structure::Ptr& outputs) {
   switch (outputs->kind) {
     case Structure::Kind::kLeaf:
@@ -223,7 +311,8 @@ std::pair<size_t, Structure::Ptr> action_of(const Structure::Ptr& outputs) {
                    "or a tuple that begins with the action");
 }
 
-// Calls `fn` with a zero of this type; returns whether it is an integer type.
+// If `dtype` is an integer type, calls `fn` with a zero of this type. Returns
+// whether it is one.
 template <typename Fn>
 bool with_integer(DType dtype, const Fn& fn) {
   switch (dtype) {
@@ -252,7 +341,7 @@ bool is_integer(DType dtype) {
   return with_integer(dtype, [](auto) {});
 }
 
-// `array` with its integers as `dtype`.
+// Returns the elements of `array`, which are integers, as `dtype`.
 std::string converted_to(DType dtype, const Array& array) {
   std::string bytes(array.num_elements() * itemsize(dtype), '\0');
   with_integer(array.dtype, [&](auto from) {
@@ -283,6 +372,12 @@ std::string describe_actions(const EnvSpec& env) {
 }
 
 }  // namespace
+
+Shape RowLeaf::with_rows(int64_t rows, int64_t columns) const {
+  Shape result = {rows, columns};
+  result.insert(result.end(), shape.begin(), shape.end());
+  return result;
+}
 
 Shape StateLeaf::with_columns(int64_t columns) const {
   Shape result = shape;
@@ -329,76 +424,22 @@ EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
   }
   if (layout.structure->kind != Structure::Kind::kDict) {
     throw ActorError("step_arrays of the Welcome are " +
-                     shown(*layout.structure) +
+                     printable_text(*layout.structure) +
                      ", expected paths that begin with a name");
   }
   for (const Scalar& scalar : kScalars) check_scalar(welcome, layout, scalar);
-  size_t step_bytes = 0;
-  for (const wire::ArraySpec& array : welcome.step_arrays) {
-    spec.has_stacks = spec.has_stacks || array.stack;
-    if (array.nbytes > kMaxMessageBytes / spec.num_envs) {
-      step_bytes = kMaxMessageBytes;
-      break;
-    }
-    step_bytes += array.nbytes * spec.num_envs;
-  }
-  if (step_bytes >= kMaxMessageBytes) {
-    throw ActorError("a Step of this Welcome is larger than " +
-                     std::to_string(kMaxMessageBytes >> 20) +
-                     " MiB; let a stream carry fewer than " +
-                     std::to_string(spec.num_envs) + " environments");
-  }
-  step_bytes += kArrayHeaderBytes * (welcome.step_arrays.size() + 1);
-  spec.max_message_bytes = std::min(
-      kMaxMessageBytes, std::max(step_bytes, welcome_bytes) + kTextBytes);
-
-  if (!find_child(*layout.structure, "observation").structure) {
-    throw ActorError("step_arrays of the Welcome lack 'observation'");
-  }
-  if (options.named_rows) {
-    spec.rows = layout.structure;
-    add_leaves(welcome, layout, {layout.structure, 0}, spec.leaves);
-  } else {
-    std::vector<Structure::Ptr> children;
-    for (const std::string_view name : kTupleRows) {
-      const Child child = find_child(*layout.structure, name);
-      add_leaves(welcome, layout, child, spec.leaves);
-      children.push_back(child.structure);
-    }
-    spec.rows = Structure::tuple(std::move(children));
-  }
-
-  spec.state_structure = options.initial_agent_state.structure;
-  for (const Array& array : options.initial_agent_state.leaves) {
-    const StateLeaf leaf{
-        array.dtype, array.shape, static_cast<size_t>(array.shape[0]),
-        static_cast<size_t>(product(array.shape, 2)) * itemsize(array.dtype)};
-    spec.initial_state.push_back(tile(leaf, array, spec.num_envs, buffers));
-    spec.state_leaves.push_back(leaf);
-  }
-  Structure::Ptr inputs = spec.rows;
-  if (options.inference_keys.empty()) {
-    spec.inference_leaves.resize(spec.leaves.size());
-    std::iota(spec.inference_leaves.begin(), spec.inference_leaves.end(), 0);
-  } else {
-    inputs = select_inputs(*spec.rows, options.inference_keys,
-                           spec.inference_leaves);
-  }
-  spec.inputs = Structure::tuple({inputs, spec.state_structure});
+  spec.max_message_bytes =
+      std::min(kMaxMessageBytes,
+               std::max(step_bytes(welcome), welcome_bytes) + kTextBytes);
   for (size_t i = 0; i < welcome.step_arrays.size(); ++i) {
     const wire::ArraySpec& array = welcome.step_arrays[i];
+    spec.has_stacks = spec.has_stacks || array.stack;
     if (wire::path_name(array) == "reward") spec.reward = i;
-    for (const wire::ValueRange& range : options.value_ranges) {
-      if (range.path != array.path) continue;
-      if (array.dtype != DType::kInt64 ||
-          array.nbytes != range.low.size() * sizeof(int64_t)) {
-        throw ActorError("the Welcome says " + wire::describe(array) +
-                         ", expected int64 and " +
-                         std::to_string(range.low.size()) + " numbers");
-      }
-      spec.ranges.emplace(i, range);
-    }
   }
+  set_rows(welcome, layout, options, spec);
+  set_state(options, buffers, spec);
+  set_inputs(options, spec);
+  set_ranges(welcome, options, spec);
   spec.welcome = std::move(welcome);
   return spec;
 }
@@ -416,8 +457,8 @@ void check_same(const EnvSpec& spec, const wire::Welcome& welcome) {
   const wire::Welcome& first = spec.welcome;
   std::string text;
   if (welcome.env != first.env) {
-    text = "env is '" + wire::printable(welcome.env, 100) + "', expected '" +
-           wire::printable(first.env, 100) + "'";
+    text = "env is '" + printable(welcome.env, 100) + "', expected '" +
+           printable(first.env, 100) + "'";
   } else if (welcome.num_envs != first.num_envs) {
     text = "num_envs is " + std::to_string(welcome.num_envs) + ", expected " +
            std::to_string(first.num_envs);
@@ -511,11 +552,10 @@ void check_answer(const EnvSpec& env, const AgentSpec& agent,
                    got.shape.begin() + 2)) {
       continue;
     }
-    Shape expected = {1, env.num_envs};
-    expected.insert(expected.end(), leaf.shape.begin(), leaf.shape.end());
     throw ActorError("The agent's output" + leaf_path(outputs, i) + " is " +
                      got.describe() + " for one stream, expected " +
-                     describe(leaf.dtype, expected) + " as the first time");
+                     describe(leaf.dtype, leaf.with_rows(1, env.num_envs)) +
+                     " as the first time");
   }
 }
 

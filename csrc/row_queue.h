@@ -21,8 +21,8 @@
 
 namespace torchbeast {
 
-// Sizes are counted in rows: entries along `batch_dim`. What they mean stands
-// at BatchingQueue.
+// Options of a BatchingQueue, which explains them. Sizes are numbers of rows:
+// entries along `batch_dim`.
 struct QueueOptions {
   int64_t batch_dim = 1;
   int64_t minimum_batch_size = 1;
@@ -32,17 +32,18 @@ struct QueueOptions {
   std::optional<int64_t> maximum_queue_size = std::nullopt;
 };
 
-// What BatchingQueue and DynamicBatcher share: a FIFO of nests, each with a
-// payload, that leave it by the batch. Thread-safe.
-//   push    adds a nest; with `wait`, when there is room.
-//   take    waits for a batch: see BatchingQueue::dequeue_many. Empty after
-//           close().
-//   close   wakes every waiter and returns what was queued. Only once.
-//   fail    closes, if it is open: from then on size() throws `why`, and
-//   close()
-//           does nothing.
-// Nests and payloads are never destroyed with the lock held: their owners may
-// be Python's. Destroying the queue closes it, and lets waiters leave first.
+// The FIFO inside BatchingQueue and DynamicBatcher. An item is a nest with a
+// payload. Items leave the queue in batches. Thread-safe.
+//   push   adds an item. With `wait`, waits until there is room.
+//   take   waits for a batch, as BatchingQueue::dequeue_many does. Returns no
+//          items after close().
+//   close  wakes every waiter and returns the queued items. A second call
+//          throws std::runtime_error.
+//   fail   closes the queue if it is open. From then on size() throws `why`,
+//          and close() does nothing.
+// The destructor closes the queue and waits until all waiters have left. No
+// item is destroyed with the lock held: its memory may belong to Python
+// objects, and to release these needs the GIL.
 template <typename Payload>
 class RowQueue {
  public:
@@ -67,20 +68,21 @@ class RowQueue {
   RowQueue(const RowQueue&) = delete;
   RowQueue& operator=(const RowQueue&) = delete;
 
-  // Throws std::invalid_argument for a nest that does not fit, QueueClosed.
+  // Throws std::invalid_argument for a nest that does not fit, and QueueClosed
+  // after close().
   void push(Nest nest, Payload payload, bool wait);
   Items take();
   Items close();
   Items fail(std::exception_ptr why);
 
-  // Rows that were taken, but did not reach anybody.
+  // Counts rows as dropped that take() has returned and nobody has received.
   void count_as_dropped(int64_t rows) {
     std::lock_guard lock(mu_);
     counts_.taken -= rows;
     counts_.dropped += rows;
   }
 
-  // Whether an item may come, when `uncounted` rows of those here do not count.
+  // Whether push() would not wait if the queue had `uncounted` rows fewer.
   bool has_room(int64_t uncounted) const {
     std::lock_guard lock(mu_);
     return has_room_locked(uncounted);
@@ -115,7 +117,8 @@ class RowQueue {
            rows_ - uncounted < *options_.maximum_queue_size;
   }
 
-  // When the oldest item has waited long enough for others.
+  // When take() stops waiting for the minimum batch size: `timeout_ms` after
+  // the arrival of the oldest item.
   std::optional<Clock::time_point> deadline_locked() const {
     if (items_.empty() || !options_.timeout_ms) return std::nullopt;
     return items_.front().arrived + timeout_;
@@ -135,22 +138,23 @@ class RowQueue {
       }
     };
     ++num_waiting_;
-    const Leave leave{this};  // Even if the wait is interrupted.
+    const Leave leave{this};  // Also runs if the wait throws.
     wait_interruptibly(lock, changed, deadline);
   }
 
   const QueueOptions options_;
   const std::chrono::milliseconds timeout_;
   mutable std::mutex mu_;
-  std::condition_variable filled_;  // For take(): a batch, or a first item.
-  std::condition_variable room_;    // For push().
-  std::condition_variable left_;    // For the destructor.
-  Items items_;                     // Guarded by mu_.
-  int64_t rows_ = 0;                // Guarded by mu_. Of items_.
-  int64_t num_waiting_ = 0;         // Guarded by mu_. Threads in wait_locked.
-  Counts counts_;                   // Guarded by mu_.
-  bool closed_ = false;             // Guarded by mu_.
-  std::exception_ptr failure_;      // Guarded by mu_. Why it was closed.
+  std::condition_variable
+      filled_;                    // take() waits: enough rows, or a first item.
+  std::condition_variable room_;  // push() waits for room.
+  std::condition_variable left_;  // The destructor waits for waiters to leave.
+  Items items_;                   // Guarded by mu_.
+  int64_t rows_ = 0;              // Guarded by mu_. The sum over items_.
+  int64_t num_waiting_ = 0;       // Guarded by mu_. Threads in wait_locked.
+  Counts counts_;                 // Guarded by mu_.
+  bool closed_ = false;           // Guarded by mu_.
+  std::exception_ptr failure_;    // Guarded by mu_. The argument of fail().
 };
 
 namespace internal {
@@ -186,7 +190,7 @@ inline const QueueOptions& checked(const QueueOptions& options) {
 template <typename Payload>
 RowQueue<Payload>::RowQueue(const QueueOptions& options)
     : options_(internal::checked(options)),
-      // A year is for ever, and can be added to a time without overflow.
+      // At most a year, so that adding it to a time does not overflow.
       timeout_(std::min<int64_t>(options.timeout_ms.value_or(0),
                                  int64_t{365} * 24 * 3600 * 1000)) {}
 
@@ -214,7 +218,7 @@ void RowQueue<Payload>::push(Nest nest, Payload payload, bool wait) {
                                 axis_name(options_.batch_dim) + ", got " +
                                 std::to_string(rows));
   }
-  Items item;  // A list of one: nothing is allocated under the lock.
+  Items item;  // A list of one item, to allocate its node without the lock.
   item.push_back({std::move(nest), rows, std::move(payload), {}});
   bool notify = false;
   {
@@ -226,7 +230,8 @@ void RowQueue<Payload>::push(Nest nest, Payload payload, bool wait) {
     }
     if (options_.timeout_ms) item.front().arrived = Clock::now();
     rows_ += rows;
-    // With a timeout, the first item makes somebody watch the time.
+    // With a timeout, one thread must wake for the first item to wait for its
+    // deadline.
     notify = rows_ >= options_.minimum_batch_size ||
              (options_.timeout_ms && items_.empty());
     items_.splice(items_.end(), item);
@@ -260,11 +265,13 @@ auto RowQueue<Payload>::take() -> Items {
     counts_.taken += rows;
     ++counts_.batches;
     room = !had_room && has_room_locked();
-    // What is left needs another to take it, or to watch the time.
+    // Another thread must take the items that are left, or wait for their
+    // deadline.
     more = rows_ >= options_.minimum_batch_size ||
            (options_.timeout_ms && !items_.empty());
   }
-  if (room) room_.notify_all();  // How many fit depends on their rows.
+  // All: how many of the waiting items fit depends on their rows.
+  if (room) room_.notify_all();
   if (more) filled_.notify_one();
   return batch;
 }

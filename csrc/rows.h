@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Nests as batches: their rows are the entries along one axis, `batch_dim`.
-// Whatever is wrong with a nest is std::invalid_argument, naming the leaf.
+// Functions for nests as batches. A row is one entry along the axis
+// `batch_dim`. The functions that check throw std::invalid_argument, naming the
+// leaf.
 
 #pragma once
 
@@ -26,7 +27,7 @@ inline std::string leaf_is(const Nest& nest, size_t leaf) {
          nest.leaves[leaf].describe() + ": ";
 }
 
-// Axis `batch_dim`, for messages.
+// "axis 1 (batch_dim)"
 inline std::string axis_name(int64_t batch_dim) {
   return "axis " + std::to_string(batch_dim) + " (batch_dim)";
 }
@@ -40,8 +41,8 @@ inline void check_rank(const Nest& nest, size_t leaf, int64_t batch_dim) {
   }
 }
 
-// Rows of `nest`, at least one. Those of the first leaf, unless `check_all`
-// makes sure that all leaves agree.
+// Returns the number of rows of the first leaf, which must be at least one.
+// With `check_all` all other leaves must have the same number.
 inline int64_t count_rows(const Nest& nest, int64_t batch_dim, bool check_all) {
   assert(nest.structure && nest.structure->num_leaves == nest.leaves.size());
   if (nest.leaves.empty()) {
@@ -67,8 +68,8 @@ inline int64_t count_rows(const Nest& nest, int64_t batch_dim, bool check_all) {
   return rows;
 }
 
-// Throws unless `item` can follow `first` in one batch: the same structure and
-// dtypes, and the same shapes but for the rows.
+// Throws unless `item` and `first` fit into one batch: they have the same
+// structure and dtypes, and their shapes differ in the number of rows only.
 inline void check_alike(const Nest& first, const Nest& item,
                         int64_t batch_dim) {
   if (!equal(*first.structure, *item.structure)) {
@@ -94,8 +95,9 @@ inline void check_alike(const Nest& first, const Nest& item,
   }
 }
 
-// How an array lies in memory: `outer` times, `stride` bytes apart, its rows
-// of `row` bytes, one after the other.
+// The place of an array's rows in memory. There are `outer` groups of rows,
+// which begin `stride` bytes apart. The rows of a group follow each other; each
+// has `row` bytes.
 struct RowLayout {
   RowLayout(const Array& array, int64_t batch_dim)
       : row(itemsize(array.dtype)) {
@@ -113,19 +115,19 @@ struct RowLayout {
   size_t stride;
 };
 
-// Copies between `to`, and `from`, `outer` times `nbytes` that lie `to_stride`
-// and `from_stride` bytes apart.
+// Copies `outer` runs of `nbytes` bytes. The runs begin `from_stride` bytes
+// apart in `from`, and `to_stride` bytes apart in `to`.
 inline void copy_runs(char* to, size_t to_stride, const char* from,
                       size_t from_stride, size_t outer, size_t nbytes) {
-  if (nbytes == 0) return;  // Then the pointers may be null.
+  if (nbytes == 0) return;  // The pointers may be null then.
   for (size_t i = 0; i < outer; ++i) {
     std::memcpy(to + i * to_stride, from + i * from_stride, nbytes);
   }
 }
 
-// Joins `items` along `batch_dim`, in memory of `buffers`. Checks that they
-// are alike and that their leaves agree in rows, whoever checked it before:
-// this is where a mistake would write past the end.
+// Joins `items` along `batch_dim` into memory of `buffers`. Checks that the
+// items fit together even if a caller has checked it: otherwise a mistake of a
+// caller would write past the end of the memory.
 inline Nest concatenate(const std::vector<const Nest*>& items,
                         int64_t batch_dim, BufferPool& buffers) {
   const Nest& first = *items[0];

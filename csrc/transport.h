@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the actor pool needs from a network: streams of messages, and events.
-// transport_grpc.h is the real one; tests bring their own.
+// The interface between the actor pool and a network. transport_grpc.h is the
+// implementation over gRPC; tests/fake_servers.h is one for tests.
 
 #pragma once
 
@@ -13,13 +13,14 @@
 
 namespace torchbeast {
 
-// No message may be larger; whoever receives a larger one ends the stream.
+// The largest message. A receiver ends the stream for a larger one.
 inline constexpr size_t kMaxMessageBytes = size_t{256} << 20;
 
-// Of what the other side says for people to read; the rest is left out.
+// The longest text from a server that is logged or shown. The rest is cut
+// off.
 inline constexpr size_t kMaxTextBytes = 16 << 10;
 
-// One received message, in the pieces in which it arrived.
+// One received message, in the parts in which it arrived.
 struct Segments {
   std::vector<std::string_view> parts;
   std::shared_ptr<void> owner;  // Keeps `parts` valid.
@@ -31,48 +32,54 @@ struct Segments {
   }
 };
 
-// What happens on one stream. The events of a stream come one after the other,
-// in threads of the transport, without locks held: first on_connected, unless
-// the connection fails; then messages; on_closed once, always, as the last.
-// None comes before Stream::start, and none from within a method of Stream.
+// Callbacks for the events of one stream. The transport calls them in its own
+// threads, one after the other, with no lock held:
+//   on_connected  first, unless the connection fails.
+//   on_message    for each message.
+//   on_closed     last, exactly once, in any case.
+// No callback comes before Stream::start, and none from inside a method of
+// Stream.
 class StreamEvents {
  public:
   virtual ~StreamEvents() = default;
 
   virtual void on_connected() = 0;
   virtual void on_message(Segments message) = 0;
-  // `transient`: the other side is not there, or busy; it may be back soon.
-  // Otherwise it refused what was sent to it, or sent what cannot be read.
-  // `reason` is printable, whatever the other side said.
+  // `transient`: the server cannot be reached or is busy, and may answer soon.
+  // Otherwise the server refused a message, or sent one that cannot be read.
+  // `reason` is printable.
   virtual void on_closed(const std::string& reason, bool transient) = 0;
 };
 
-// One stream, seen from the side that opened it. Thread-safe; nothing blocks.
-// A stream may be dropped at any time: its events come to their end all the
-// same.
+// The client's end of one stream. Thread-safe; no method blocks. Dropping the
+// object cancels the stream; on_closed still follows.
 class Stream {
  public:
   virtual ~Stream() = default;
 
-  virtual void start(std::string first_message) = 0;  // Once.
-  virtual void send(std::string message) = 0;  // Of no effect after the end.
-  virtual void cancel() = 0;  // Ends the stream soon: on_closed follows.
+  // Opens the connection. May be called once.
+  virtual void start(std::string first_message) = 0;
+  // Does nothing after the end of the stream.
+  virtual void send(std::string message) = 0;
+  // Ends the stream soon. on_closed follows.
+  virtual void cancel() = 0;
 };
 
 class Transport {
  public:
   virtual ~Transport() = default;  // Calls shutdown().
 
-  // Prepares a stream; Stream::start dials. `events` outlives the on_closed of
-  // the stream, or shutdown() if the stream was never started. A larger message
-  // than `max_message_bytes` ends the stream before it is read.
+  // Returns a stream that is not connected yet: Stream::start connects it.
+  // `events` must live until on_closed has returned, or, if the stream was
+  // never started, until shutdown() has returned. A message larger than
+  // `max_message_bytes` ends the stream before it is read.
   virtual std::shared_ptr<Stream> connect(const std::string& address,
                                           StreamEvents* events,
                                           size_t max_message_bytes) = 0;
 
-  // Ends every stream and returns when the last event has been handled and the
-  // transport's threads have ended. Not to be called from an event. After it,
-  // connect throws std::runtime_error. Blocks. Calling it again is fine.
+  // Ends all streams. Returns when the last callback has returned and the
+  // transport's threads have ended. Do not call it from a callback. Afterwards
+  // connect throws std::runtime_error. Blocks. A second call does nothing.
   virtual void shutdown() = 0;
 };
 

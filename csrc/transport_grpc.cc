@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Lock order: GrpcTransport::mu_ and GrpcStream::mu_ are never held together.
-// gRPC is called with either held; it does not call back.
+// Lock order: no thread holds GrpcTransport::mu_ and GrpcStream::mu_ together.
+// A thread may hold either one when it calls gRPC, which does not call back.
 
 #include "transport_grpc.h"
 
@@ -9,6 +9,7 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -20,9 +21,10 @@
 #include <utility>
 #include <vector>
 
+#include "clock.h"
 #include "errors.h"
 #include "interrupt.h"
-#include "wire.h"
+#include "text.h"
 
 namespace torchbeast {
 namespace {
@@ -30,18 +32,19 @@ namespace {
 constexpr const char* kStreamMethod = "/torchbeast.EnvServer/Stream";
 constexpr const char* kDescribeMethod = "/torchbeast.EnvServer/Describe";
 
-// A path of sockaddr_un, without its final 0.
+// The longest path of a unix socket: sockaddr_un without the final 0.
 constexpr size_t kMaxUnixPath = 107;
 
-// For TCP and HTTP/2 to come up. gRPC takes it from min_reconnect_backoff; its
-// back-off itself never matters here, as every attempt is a channel of its own.
+// Time limit for connecting by TCP and HTTP/2. gRPC takes it from
+// min_reconnect_backoff. gRPC's own back-off has no effect here, as every
+// attempt has a new channel.
 constexpr int kConnectTimeoutMs = 3000;
 
-// What gRPC takes, in milliseconds and in an int.
+// gRPC stores the interval as int milliseconds.
 constexpr double kMinKeepaliveS = 0.01;
 constexpr double kMaxKeepaliveS = 1e6;
 
-constexpr int kMaxFrameBytes = (1 << 24) - 1;  // HTTP/2 allows no more.
+constexpr int kMaxFrameBytes = (1 << 24) - 1;  // The maximum of HTTP/2.
 
 constexpr auto kDescribeRetry = std::chrono::milliseconds(100);
 
@@ -66,7 +69,7 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
   check_address(address);
   grpc::ChannelArguments args;
   const auto keepalive_ms = static_cast<int>(std::lround(1e3 * keepalive_s));
-  // Both gRPC generations need all of these: the newer looks at ping_timeout.
+  // Older and newer gRPC read different options; the newer reads ping_timeout.
   args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, keepalive_ms);
   args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, keepalive_ms);
   args.SetInt("grpc.http2.ping_timeout_ms", keepalive_ms);
@@ -76,13 +79,14 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
   args.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kMaxFrameBytes);
   args.SetMaxReceiveMessageSize(static_cast<int>(max_message_bytes));
   args.SetMaxSendMessageSize(static_cast<int>(kMaxMessageBytes));
-  // gRPC 1.51 inflates a message before it looks at its size. So servers are
-  // asked not to compress, and what is compressed all the same is refused.
+  // gRPC 1.51 decompresses a message before it checks the size. So servers are
+  // asked not to compress, and compressed messages are refused.
   args.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET,
               1 << GRPC_COMPRESS_NONE);
   args.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
   args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // Env servers are ours.
+  // Environment servers are in the same network.
+  args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   return grpc::CreateCustomChannel(address, make_credentials(address, tls),
                                    args);
 }
@@ -94,7 +98,7 @@ grpc::ByteBuffer to_buffer(const std::string& message) {
 
 Segments to_segments(const grpc::ByteBuffer& buffer) {
   auto slices = std::make_shared<std::vector<grpc::Slice>>();
-  buffer.Dump(slices.get());  // Only references; so does not fail.
+  buffer.Dump(slices.get());  // Copies references only, so cannot fail.
   Segments segments;
   segments.parts.reserve(slices->size());
   for (const grpc::Slice& slice : *slices) {
@@ -147,11 +151,12 @@ std::string code_name(grpc::StatusCode code) {
 std::string to_text(const grpc::Status& status) {
   if (status.ok()) return "the server ended the stream";
   return code_name(status.error_code()) + ": " +
-         wire::printable(status.error_message(), kMaxTextBytes);
+         printable(status.error_message(), kMaxTextBytes);
 }
 
-// gRPC has no code of their own for these, only words. A server that refuses
-// *our* certificate is not among them: it hangs up, as one that dies does.
+// gRPC has no status code for these errors; they differ in their text only. A
+// server that refuses the learner's certificate cannot be recognized: it closes
+// the connection, like a server that dies.
 bool is_permanent(const std::string& message) {
   for (const char* words :
        {"Ssl handshake failed", "is not in peer certificate",
@@ -161,8 +166,8 @@ bool is_permanent(const std::string& message) {
   return false;
 }
 
-// Whether the server is away or busy, rather than wrong. INTERNAL is what a
-// stream gets that is reset while its server dies.
+// Whether the server cannot be reached or is busy, and may answer soon. A
+// stream gets INTERNAL if its server dies.
 bool is_transient(const grpc::Status& status) {
   if (is_permanent(status.error_message())) return false;
   switch (status.error_code()) {
@@ -181,13 +186,14 @@ bool is_transient(const grpc::Status& status) {
 
 class GrpcTransport;
 
-// The gRPC objects of one stream. They live until the last operation on them
-// has come back through the completion queue: `self_` sees to that.
+// The gRPC objects of one stream. `self_` keeps them alive until the last
+// operation has come back through the completion queue.
 //
-// Operations: StartCall; then one Read at a time, and one Write at a time;
-// when all have come back and one has failed, Finish. All complete in the one
-// thread of the stream's completion queue, so events need no order of their
-// own; only what other threads touch too is guarded.
+// The operations are: StartCall; then one Read at a time and one Write at a
+// time; after one of them has failed and all have come back, Finish. All of
+// them complete in the one thread of the stream's completion queue, so the
+// callbacks of StreamEvents come one after the other. mu_ guards the members
+// that other threads use, too.
 class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
  public:
   GrpcStream(GrpcTransport* transport, StreamEvents* events,
@@ -202,7 +208,7 @@ class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
   void send(std::string message);
   void cancel() { context_.TryCancel(); }
 
-  // An operation that is under way; the completion queue returns its address.
+  // An operation in progress. The completion queue returns its address.
   struct Operation {
     GrpcStream* stream;
     void (GrpcStream::*complete)(bool ok);
@@ -224,7 +230,7 @@ class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
   grpc::ClientContext context_;  // Outlives the call.
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
 
-  // Of the completion queue's thread.
+  // Used only by the thread of the completion queue:
   std::shared_ptr<GrpcStream> self_;  // From start() to on_finished().
   grpc::ByteBuffer received_;
   grpc::Status status_;
@@ -234,7 +240,7 @@ class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
   std::deque<std::string> to_send_;  // Guarded by mu_.
   bool connected_ = false;           // Guarded by mu_.
   bool writing_ = false;             // Guarded by mu_.
-  bool ended_ = false;               // Guarded by mu_. No more operations.
+  bool ended_ = false;  // Guarded by mu_. No operation may begin any more.
 
   Operation start_op_{this, &GrpcStream::on_started};
   Operation read_op_{this, &GrpcStream::on_read};
@@ -257,8 +263,8 @@ class GrpcTransport final : public Transport {
                                   std::to_string(kMinKeepaliveS) + " to " +
                                   std::to_string(kMaxKeepaliveS));
     }
-    // Builds of abseil without NDEBUG, Debian's for one, look for deadlocks
-    // each time gRPC takes a lock: a twentieth of what a step costs here.
+    // Builds of abseil without NDEBUG, such as Debian's, look for deadlocks
+    // whenever gRPC takes a lock. That is 5 % of the cost of a step.
     absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
     for (int i = 0; i < num_threads; ++i) {
       queues_.push_back(std::make_unique<grpc::CompletionQueue>());
@@ -275,7 +281,7 @@ class GrpcTransport final : public Transport {
                                   size_t max_message_bytes) override;
   void shutdown() override;
 
-  // A stream under way must be known here, to be cancelled and waited for.
+  // Registers a started stream: shutdown() cancels it and waits for its end.
   void add(const std::shared_ptr<GrpcStream>& stream);
   void remove(GrpcStream* stream);
 
@@ -296,7 +302,7 @@ class GrpcTransport final : public Transport {
 
   std::mutex mu_;
   std::condition_variable all_removed_;
-  std::vector<GrpcStream*> streams_;  // Guarded by mu_. They keep themselves.
+  std::vector<GrpcStream*> streams_;  // Guarded by mu_. Alive: see self_.
   size_t next_queue_ = 0;             // Guarded by mu_.
   bool stopping_ = false;             // Guarded by mu_.
 };
@@ -354,7 +360,7 @@ void GrpcStream::on_read(bool ok) {
   {
     std::lock_guard lock(mu_);
     ended_ = true;
-    if (writing_) cancel();  // The server may never read it.
+    if (writing_) cancel();  // The server may never read the message.
   }
   finish_if_idle();
 }
@@ -363,7 +369,7 @@ void GrpcStream::on_written(bool ok) {
   {
     std::lock_guard lock(mu_);
     writing_ = false;
-    // If this one failed, so will the Read: it knows the end.
+    // If this Write has failed, the Read will fail, too, and set ended_.
     if (ok && !ended_ && !to_send_.empty()) write_locked();
   }
   finish_if_idle();
@@ -383,7 +389,7 @@ void GrpcStream::on_finished(bool) {
   transport_->remove(this);
 }
 
-// What the pool holds. Dropping it ends the stream.
+// The object that the pool holds. Its destructor ends the stream.
 class Handle final : public Stream {
  public:
   explicit Handle(std::shared_ptr<GrpcStream> stream)
@@ -470,7 +476,8 @@ std::unique_ptr<Transport> make_grpc_transport(int num_threads,
 
 namespace {
 
-// What a single call needs. The queue sees one event, the end of the call.
+// The gRPC objects of a unary call. The queue has one event: the end of the
+// call.
 struct OneCall {
   grpc::ClientContext context;
   grpc::CompletionQueue queue;
@@ -487,7 +494,7 @@ struct OneCall {
   }
 
   ~OneCall() {
-    context.TryCancel();  // In case the wait was interrupted.
+    context.TryCancel();  // If the wait was interrupted, the call still runs.
     queue.Shutdown();
     void* tag = nullptr;
     bool ok = false;
@@ -500,16 +507,13 @@ struct OneCall {
 
 std::string describe(const std::string& address, const std::string& hello,
                      double timeout_s, const std::optional<Tls>& tls) {
-  using Clock = std::chrono::steady_clock;  // Nobody can set it.
   if (!(timeout_s >= 0)) {
     throw std::invalid_argument("timeout_s is " + std::to_string(timeout_s) +
                                 ", expected a number of seconds >= 0");
   }
-  constexpr double kForeverS = 1e9;  // More does not fit into gRPC's clock.
+  constexpr double kForeverS = 1e9;  // gRPC's clock overflows above this.
   timeout_s = std::min(timeout_s, kForeverS);
-  const auto deadline =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                         std::chrono::duration<double>(timeout_s));
+  const auto deadline = Clock::now() + seconds(timeout_s);
   grpc::ByteBuffer welcome;
   grpc::Status status;
   while (true) {
@@ -527,7 +531,8 @@ std::string describe(const std::string& address, const std::string& hello,
       call->Finish(&welcome, &last, &one_call.queue);
       one_call.wait();
     }
-    // Out of time in the middle of an attempt: those before had a reason.
+    // If the time is over in the middle of an attempt, keep the reason why the
+    // attempt before has failed.
     if (last.error_code() != grpc::StatusCode::DEADLINE_EXCEEDED ||
         status.ok()) {
       status = last;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The protocol of proto/torchbeast.proto over gRPC. Messages stay bytes here:
-// wire.h knows what is in them.
+// The transport over gRPC. It sends and receives the messages of
+// proto/torchbeast.proto as bytes; wire.h encodes and decodes them.
 
 #pragma once
 
@@ -19,28 +19,29 @@ inline constexpr double kDefaultKeepaliveS = 10;
 // "unix:PATH", with a path that a socket can have, or "HOST:PORT".
 void check_address(const std::string& address);
 
-// What both sides of a connection prove to each other, as the contents of PEM
-// files. Servers are checked against the name by which they are addressed.
+// Keys and certificates for TLS, as the contents of PEM files. Both sides prove
+// who they are; a server's certificate must have the host name of its address.
 struct Tls {
-  std::string ca;    // Who must have signed the server's certificate.
-  std::string cert;  // Ours.
-  std::string key;   // To it.
+  std::string ca;    // The authority that has signed the server's certificate.
+  std::string cert;  // The learner's certificate.
+  std::string key;   // The key of the learner's certificate.
 };
 
-// Streams of /torchbeast.EnvServer/Stream. `num_threads` threads, each with a
-// completion queue of its own, receive for all streams; a stream stays with one
-// of them. Every stream has a connection of its own, so that none waits for
-// another's bytes and none inherits another's back-off. A peer whose machine is
-// frozen, or cut off, is noticed within twice `keepalive_s`; one whose program
-// hangs is not, as its gRPC goes on answering pings. With `tls` all of them are
-// encrypted but those to unix sockets, which the kernel guards.
+// Makes a transport whose streams are calls of /torchbeast.EnvServer/Stream.
+// `num_threads` threads receive messages; each has its own completion queue,
+// and a stream belongs to one of them. Each stream has its own connection, so
+// it does not wait for bytes of another stream and does not share its back-off.
+// If a server's machine is frozen or cut off, its streams end within twice
+// `keepalive_s`. If only the server's program hangs, they do not: its gRPC
+// still answers pings. With `tls`, connections are encrypted, except those to
+// unix sockets.
 std::unique_ptr<Transport> make_grpc_transport(
     int num_threads = 1, double keepalive_s = kDefaultKeepaliveS,
     std::optional<Tls> tls = {});
 
-// Asks the server at `address` what its streams are like: sends the bytes of a
-// Hello to /torchbeast.EnvServer/Describe and returns the bytes of the Welcome.
-// A server that is not there yet is tried again for `timeout_s`. Throws
+// Asks the server at `address` for its Welcome: sends an encoded Hello to
+// /torchbeast.EnvServer/Describe and returns the encoded Welcome. While the
+// server cannot be reached, tries again for `timeout_s`. Throws
 // ServerUnavailable or ServerMismatch with the address and the reason. Blocks.
 std::string describe(const std::string& address, const std::string& hello,
                      double timeout_s, const std::optional<Tls>& tls = {});

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <charconv>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -11,146 +13,11 @@
 #include <numeric>
 #include <utility>
 
+#include "text.h"
+#include "wire_format.h"
+
 namespace torchbeast::wire {
 namespace {
-
-constexpr int kVarint = 0;
-constexpr int kFixed64 = 1;
-constexpr int kBytes = 2;
-constexpr int kFixed32 = 5;
-
-constexpr size_t kMaxVarintBytes = 10;
-
-struct Tag {
-  uint32_t field = 0;
-  int type = 0;
-};
-
-// Reads the fields of a message, which may be spread over several parts.
-class Reader {
- public:
-  Reader(const Segments& message, Piece piece)
-      : message_(message),
-        part_(piece.part),
-        offset_(piece.offset),
-        left_(piece.size) {}
-
-  bool at_end() const { return left_ == 0; }
-
-  Tag tag() {
-    const uint64_t value = varint();
-    const uint64_t field = value >> 3;
-    if (field == 0 || field > (uint64_t{1} << 29) - 1) {
-      throw DecodeError("field number " + std::to_string(field) +
-                        " is impossible");
-    }
-    return {static_cast<uint32_t>(field), static_cast<int>(value & 7)};
-  }
-
-  uint64_t varint() {
-    uint64_t value = 0;
-    for (size_t i = 0; i < kMaxVarintBytes; ++i) {
-      const auto byte = static_cast<uint8_t>(next());
-      if (i == kMaxVarintBytes - 1 && byte > 1) break;  // Over 64 bits.
-      value |= uint64_t{byte & 0x7fu} << (7 * i);
-      if (byte < 0x80) return value;
-    }
-    throw DecodeError("a number does not fit into 64 bits");
-  }
-
-  uint64_t fixed64() {
-    uint64_t value = 0;
-    for (int i = 0; i < 8; ++i) {
-      value |= uint64_t{static_cast<uint8_t>(next())} << (8 * i);
-    }
-    return value;
-  }
-
-  Piece bytes() {
-    const uint64_t size = varint();
-    if (size > left_) {
-      throw DecodeError("a field of " + std::to_string(size) +
-                        " bytes has only " + std::to_string(left_) + " left");
-    }
-    find_part();
-    const Piece piece{part_, offset_, static_cast<size_t>(size)};
-    advance(piece.size);
-    return piece;
-  }
-
-  std::string string() {
-    const Piece piece = bytes();
-    std::string text(piece.size, '\0');
-    copy(message_, piece, text.data());
-    return text;
-  }
-
-  void skip(int type) {
-    switch (type) {
-      case kVarint:
-        varint();
-        return;
-      case kFixed64:
-        advance_checked(8);
-        return;
-      case kBytes:
-        bytes();
-        return;
-      case kFixed32:
-        advance_checked(4);
-        return;
-      default:
-        throw DecodeError("wire type " + std::to_string(type) + " is unknown");
-    }
-  }
-
-  // What a field of ours must have.
-  static void expect(int type, const Tag& tag) {
-    if (tag.type != type) {
-      throw DecodeError("field " + std::to_string(tag.field) +
-                        " has wire type " + std::to_string(tag.type) +
-                        ", expected " + std::to_string(type));
-    }
-  }
-
- private:
-  // Moves from the end of a part to the first byte of the next.
-  void find_part() {
-    while (part_ < message_.parts.size() &&
-           offset_ == message_.parts[part_].size()) {
-      ++part_;
-      offset_ = 0;
-    }
-  }
-
-  char next() {
-    if (left_ == 0) throw DecodeError("it ends in the middle of a field");
-    find_part();
-    --left_;
-    return message_.parts[part_][offset_++];
-  }
-
-  void advance_checked(size_t size) {
-    if (size > left_) throw DecodeError("it ends in the middle of a field");
-    advance(size);
-  }
-
-  void advance(size_t size) {
-    left_ -= size;
-    while (size > 0) {
-      find_part();
-      const size_t step =
-          std::min(size, message_.parts[part_].size() - offset_);
-      offset_ += step;
-      size -= step;
-    }
-  }
-
-  const Segments& message_;
-  size_t part_;
-  size_t offset_;
-  size_t left_;
-};
 
 uint32_t to_uint32(uint64_t value, const char* what) {
   if (value > std::numeric_limits<uint32_t>::max()) {
@@ -204,7 +71,8 @@ Key decode_key(const Segments& message, Piece body) {
   return key;
 }
 
-// The bytes of one environment's array; checked, as the shape comes from afar.
+// The size of one environment's array in bytes. Checks for overflow, because
+// the shape comes from the network.
 size_t checked_nbytes(const ArraySpec& spec) {
   int64_t nbytes = static_cast<int64_t>(itemsize(spec.dtype));
   bool empty = false;
@@ -247,7 +115,7 @@ ArraySpec decode_array(const Segments& message, Piece body) {
         dtype = read_text(reader, tag, "a dtype");
         break;
       case 3:
-        if (tag.type == kBytes) {  // Packed, as writers do today.
+        if (tag.type == kBytes) {  // Packed, the usual encoding.
           Reader packed(message, reader.bytes());
           while (!packed.at_end()) add_axis(spec, packed.varint());
         } else {
@@ -350,45 +218,18 @@ void check_array(const Segments& message, Piece piece, const ArraySpec& spec,
   }
 }
 
-// The numbers of an array, until this thread's next call.
+// Returns the elements of an array. Valid until this thread's next call.
 template <typename T>
 const std::vector<T>& load(const Segments& message, Piece piece) {
-  thread_local std::vector<T> values;  // Its memory is used again.
+  thread_local std::vector<T> values;  // Keeps its memory between calls.
   values.resize(piece.size / sizeof(T));
   copy(message, piece, reinterpret_cast<char*>(values.data()));
   return values;
 }
 
-void put_varint(std::string& out, uint64_t value) {
-  for (; value >= 0x80; value >>= 7) {
-    out.push_back(static_cast<char>((value & 0x7f) | 0x80));
-  }
-  out.push_back(static_cast<char>(value));
-}
-
-void put_tag(std::string& out, int field, int type) {
-  put_varint(out, static_cast<uint64_t>(field << 3 | type));
-}
-
-void put_number(std::string& out, int field, uint64_t value) {
-  put_tag(out, field, kVarint);
-  put_varint(out, value);
-}
-
-void put_bytes(std::string& out, int field, std::string_view bytes) {
-  put_tag(out, field, kBytes);
-  put_varint(out, bytes.size());
-  out.append(bytes);
-}
-
-size_t varint_size(uint64_t value) {
-  size_t size = 1;
-  for (; value >= 0x80; value >>= 7) ++size;
-  return size;
-}
-
-// The structure of the arrays `members` below their first `depth` keys, which
-// they share. Appends them to `order` as its leaves.
+// Returns the structure of the arrays `members`, whose paths agree in their
+// first `depth` keys. Appends the arrays to `order`, in the order of the
+// leaves.
 Structure::Ptr nest_arrays(const std::vector<ArraySpec>& specs,
                            const std::vector<size_t>& members, size_t depth,
                            std::vector<size_t>& order) {
@@ -437,28 +278,6 @@ Structure::Ptr nest_arrays(const std::vector<ArraySpec>& specs,
   return Structure::dict(std::move(children));
 }
 
-// Bytes of the UTF-8 character at the front of `text`; 0 if it is none.
-size_t utf8_size(std::string_view text) {
-  const auto byte = [&](size_t i) -> uint32_t {
-    return i < text.size() ? static_cast<uint8_t>(text[i]) : 0;
-  };
-  const auto tail = [&](size_t i) { return (byte(i) & 0xc0) == 0x80; };
-  const uint32_t first = byte(0);
-  if (first < 0x80) return 1;
-  if (first >= 0xc2 && first < 0xe0) return tail(1) ? 2 : 0;
-  if (first >= 0xe0 && first < 0xf0) {
-    const bool overlong = first == 0xe0 && byte(1) < 0xa0;
-    const bool surrogate = first == 0xed && byte(1) >= 0xa0;
-    return tail(1) && tail(2) && !overlong && !surrogate ? 3 : 0;
-  }
-  if (first >= 0xf0 && first < 0xf5) {
-    const bool overlong = first == 0xf0 && byte(1) < 0x90;
-    const bool too_large = first == 0xf4 && byte(1) >= 0x90;
-    return tail(1) && tail(2) && tail(3) && !overlong && !too_large ? 4 : 0;
-  }
-  return 0;
-}
-
 }  // namespace
 
 std::string path_name(const ArraySpec& spec) {
@@ -471,7 +290,8 @@ std::string path_name(const ArraySpec& spec) {
       text += printable(key.name, 100);
     }
   }
-  return text.empty() ? "action" : text;  // Only an action's may be empty.
+  return text.empty() ? "action"
+                      : text;  // Only the path of an action may be empty.
 }
 
 std::string describe(const ArraySpec& spec) {
@@ -535,7 +355,7 @@ Welcome decode_welcome(const Segments& message, Piece body) {
       case 12:
         add_option(message, reader, tag, welcome.options);
         break;
-      default:  // Also the spaces: they are for whoever makes the model.
+      default:  // Python reads the spaces, for the model.
         reader.skip(tag.type);
     }
   }
@@ -610,11 +430,45 @@ void decode_step(const Segments& message, Piece body,
   }
 }
 
+std::string describe_value(const std::string& value) {
+  std::string text = "nothing";
+  Segments message;
+  message.parts.emplace_back(value);
+  Reader reader(message, Piece{0, 0, value.size()});
+  try {
+    while (!reader.at_end()) {
+      const Tag tag = reader.tag();
+      if (tag.field == 1) {
+        text = read_bool(reader, tag) ? "True" : "False";
+      } else if (tag.field == 2) {
+        Reader::expect(kVarint, tag);
+        const uint64_t n = reader.varint();  // ZigZag: 0, -1, 1, -2...
+        text = std::to_string(static_cast<int64_t>((n >> 1) ^ (~(n & 1) + 1)));
+      } else if (tag.field == 3) {
+        Reader::expect(kFixed64, tag);
+        std::array<char, 32> digits;  // As few as tell the number from others.
+        const auto number = std::bit_cast<double>(reader.fixed64());
+        const auto end = std::to_chars(digits.begin(), digits.end(), number);
+        text.assign(digits.begin(), end.ptr);
+        const bool is_whole = text.find_first_of(".en") == std::string::npos;
+        if (is_whole) text += ".0";
+      } else if (tag.field == 4) {
+        text = "'" + printable(read_text(reader, tag, "a text"), 100) + "'";
+      } else {
+        reader.skip(tag.type);
+      }
+    }
+  } catch (const DecodeError&) {
+    return "unreadable";
+  }
+  return text;
+}
+
 void check_range(const Segments& message, Piece piece, const ArraySpec& spec,
                  const ValueRange& range, size_t num_envs) {
   const auto& values = load<int64_t>(message, piece);
   const size_t n = values.size() / num_envs;
-  // Of a stack that may be the newest frame alone, which is the last one.
+  // If the array is the newest frame of a stack, its ranges are the last ones.
   const size_t first = range.low.size() - n;
   for (size_t i = 0; i < values.size(); ++i) {
     const int64_t low = range.low[first + i % n];
@@ -634,30 +488,6 @@ void check_finite(const Segments& message, Piece piece, const ArraySpec& spec) {
     throw DecodeError("array " + path_name(spec) + " of environment " +
                       std::to_string(k) + " in this stream has " +
                       std::to_string(values[k]) + ", expected a finite number");
-  }
-}
-
-void copy(const Segments& message, Piece piece, char* to) {
-  copy_runs(message, piece, piece.size, piece.size, to);
-}
-
-void copy_runs(const Segments& message, Piece piece, size_t run, size_t stride,
-               char* to) {
-  size_t done = 0;  // Of a run.
-  for (size_t part = piece.part, offset = piece.offset, left = piece.size;
-       left > 0; ++part, offset = 0) {
-    std::string_view bytes = message.parts[part].substr(offset, left);
-    left -= bytes.size();
-    while (!bytes.empty()) {
-      const size_t size = std::min(bytes.size(), run - done);
-      std::memcpy(to + done, bytes.data(), size);
-      bytes.remove_prefix(size);
-      done += size;
-      if (done == run) {
-        done = 0;
-        to += stride;
-      }
-    }
   }
 }
 
@@ -706,37 +536,6 @@ Layout layout(const std::vector<ArraySpec>& specs) {
   Layout result;
   result.structure = nest_arrays(specs, members, 0, result.arrays);
   return result;
-}
-
-bool is_utf8(std::string_view text) {
-  while (!text.empty()) {
-    const size_t size = utf8_size(text);
-    if (size == 0) return false;
-    text.remove_prefix(size);
-  }
-  return true;
-}
-
-std::string printable(std::string_view text, size_t limit) {
-  std::string out;
-  while (!text.empty()) {
-    const size_t size = utf8_size(text);
-    const std::string_view character =
-        text.substr(0, std::max<size_t>(size, 1));
-    if (out.size() + character.size() > limit) break;
-    const auto first = static_cast<uint8_t>(character[0]);
-    // Those of ASCII; and U+0080 to U+009F, of which terminals obey some.
-    const bool control =
-        (first < 0x20 && first != '\n' && first != '\t') || first == 0x7f ||
-        (first == 0xc2 && static_cast<uint8_t>(character.back()) < 0xa0);
-    if (size == 0 || control) {
-      out.push_back('?');
-    } else {
-      out.append(character);
-    }
-    text.remove_prefix(character.size());
-  }
-  return out;
 }
 
 }  // namespace torchbeast::wire

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The messages of proto/torchbeast.proto, read and written by hand: arrays are
-// found in a received message without copying it, and nothing in here trusts
-// the other side. The functions are pure and thread-safe.
+// Encodes and decodes the messages of proto/torchbeast.proto. Written by hand,
+// because generated code would copy each observation once more: here a decoded
+// Step refers to its arrays inside the received message. Every received byte is
+// checked before use. The functions are thread-safe.
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,23 +17,20 @@
 #include "array.h"
 #include "nest.h"
 #include "transport.h"
+#include "wire_format.h"
 
 namespace torchbeast::wire {
 
 inline constexpr uint32_t kProtocol = 1;
 
-// Of a Welcome. More is malformed.
+// Limits of a Welcome. A Welcome that exceeds one is malformed.
 inline constexpr size_t kMaxArrays = 4096;
 inline constexpr size_t kMaxDepth = 16;  // Keys of a path.
 inline constexpr size_t kMaxRank = 16;
-inline constexpr size_t kMaxKeyBytes = 256;  // Of the name of a key.
+inline constexpr size_t kMaxKeyBytes = 256;  // Of one key.
 inline constexpr size_t kMaxOptions = 64;
-inline constexpr size_t kMaxOptionBytes = 1024;  // Of its name, or its value.
-
-// The message is malformed; what() says how.
-struct DecodeError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+inline constexpr size_t kMaxOptionBytes =
+    1024;  // Of an option's name, and of its value.
 
 struct Hello {
   uint32_t protocol = kProtocol;
@@ -55,22 +52,23 @@ struct Key {
   bool operator==(const Key&) const = default;
 };
 
-// One array of a Step or an Action. For all environments: [K, *shape].
+// The specification of one array of a Step or an Action. The message holds the
+// array of all K environments: [K, *shape].
 struct ArraySpec {
   std::vector<Key> path;
   DType dtype = DType::kUInt8;
   Shape shape;
-  size_t nbytes = 0;   // Of one environment.
-  bool stack = false;  // Of frames: shape[0] is at least 1.
+  size_t nbytes = 0;   // For one environment.
+  bool stack = false;  // A stack of frames along axis 0; shape[0] >= 1.
 
-  size_t frame_nbytes() const { return nbytes / shape[0]; }  // Of a stack.
+  size_t frame_nbytes() const { return nbytes / shape[0]; }  // Only of a stack.
   bool operator==(const ArraySpec&) const = default;
 };
 std::string path_name(const ArraySpec& spec);  // "observation.frame", "action"
 std::string describe(const ArraySpec& spec);   // "reward float32[]"
 
 // The values that an int64 array of a Step may have: the least and the greatest
-// of each of one environment's numbers.
+// value of each element, for one environment.
 struct ValueRange {
   std::vector<Key> path;
   std::vector<int64_t> low;
@@ -87,7 +85,7 @@ struct Welcome {
   uint32_t frames_per_step = 0;
   std::vector<ArraySpec> step_arrays;
   std::vector<ArraySpec> action_arrays;
-  // How the environments are made: an option's name and its undecoded value.
+  // Options of the environments: name and encoded value.
   std::map<std::string, std::string> options;
 };
 
@@ -100,66 +98,54 @@ struct Goodbye {
   std::string reason;
 };
 
-// A place in a received message.
-struct Piece {
-  size_t part = 0;    // Where it begins.
-  size_t offset = 0;  // In this part.
-  size_t size = 0;    // May reach into the next parts.
-};
-
 struct Step {
   uint64_t seq = 0;
   std::vector<Piece> arrays;
-  bool newest_frames = false;  // Of each stack, only [K, *shape[1:]].
+  // The arrays of stacks hold the newest frame only: [K, *shape[1:]].
+  bool newest_frames = false;
 };
 
-// The parts of a ToLearner.
+// The messages that a ToLearner may hold.
 enum class Kind : uint8_t { kWelcome, kStep, kFailure, kGoodbye };
 struct ToLearner {
   Kind kind = Kind::kStep;
   Piece body;
 };
 
-// All of these throw DecodeError.
+// The functions from here to check_finite throw DecodeError, except
+// describe_value.
 ToLearner open(const Segments& message);
 Welcome decode_welcome(const Segments& message, Piece body);
 Failure decode_failure(const Segments& message, Piece body);
 Goodbye decode_goodbye(const Segments& message, Piece body);
-// Also checks that the arrays are those of `specs`, for `num_envs`
-// environments. `step` is reused, to save its memory.
+// Also checks that the arrays have the sizes that `specs` says, for `num_envs`
+// environments. Overwrites `step`, so that its memory is reused.
 void decode_step(const Segments& message, Piece body,
                  const std::vector<ArraySpec>& specs, size_t num_envs,
                  Step* step);
 
-// Both throw DecodeError, naming environment, expected and got. The array has
-// been checked by decode_step.
+// The value of an option as Python writes it: True, 4, 0.25, 'text'.
+std::string describe_value(const std::string& value);
+
+// Check the values of an array. The message of the error names the environment
+// and says what was expected and got. decode_step has checked the size.
 void check_range(const Segments& message, Piece piece, const ArraySpec& spec,
                  const ValueRange& range, size_t num_envs);
 void check_finite(const Segments& message, Piece piece,  // float32
                   const ArraySpec& spec);
 
-void copy(const Segments& message, Piece piece, char* to);
-// The same, into runs of `run` bytes that begin `stride` bytes apart.
-void copy_runs(const Segments& message, Piece piece, size_t run, size_t stride,
-               char* to);
-
 std::string encode(const Hello& hello);
-std::string hello_to_server(const Hello& hello);  // A ToServer.
+std::string hello_to_server(const Hello& hello);  // Inside a ToServer.
 std::string action_to_server(uint64_t seq,
                              const std::vector<std::string_view>& arrays,
                              bool whole = false);
 
-// How arrays with these paths nest. Throws DecodeError if they cannot.
+// How arrays nest, by their paths. layout() throws DecodeError if they cannot.
 struct Layout {
   Structure::Ptr structure;
-  std::vector<size_t> arrays;  // By leaf of the structure: which array it is.
+  std::vector<size_t>
+      arrays;  // For each leaf of the structure: the index of its array.
 };
 Layout layout(const std::vector<ArraySpec>& specs);
-
-bool is_utf8(std::string_view text);
-// At most `limit` bytes of `text`, as UTF-8 without control characters other
-// than line ends and tabs; what is not becomes '?'. Whatever comes from afar
-// goes through this before anybody reads it.
-std::string printable(std::string_view text, size_t limit);
 
 }  // namespace torchbeast::wire

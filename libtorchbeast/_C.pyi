@@ -184,7 +184,7 @@ class ActorPool:
     `inference_batcher`, which must answer `(agent_outputs, agent_state)` to
     `(env_rows, agent_state)`, arrays `[1, K, ...]`. Rollouts go to `learner_queue`, a
     whole learner batch at a time: `((env_rows, agent_outputs), agent_state)`, arrays
-    `[unroll_length + 1, B, ...]`. core/rollouts.py says what the rows mean.
+    `[unroll_length + 1, B, ...]`. core/actors/shared_memory.py says what the rows mean.
 
     Args:
       unroll_length: steps of a rollout, T.
@@ -288,7 +288,7 @@ def describe(
     timeout_s: float = 10.0,
     tls: tuple[bytes, bytes, bytes] | None = None,
 ) -> bytes:
-    """Return the Welcome of the server at `address`; `core.wire` decodes it. Blocks.
+    """Return the Welcome of the server at `address`; for `decode_welcome`. Blocks.
 
     A server that is not there yet is tried again until the time is up.
 

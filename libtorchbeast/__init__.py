@@ -45,7 +45,7 @@ except ImportError as error:  # A shared library that it needs has gone.
     raise ImportError(f"libtorchbeast does not load: {error}\n\n{hint}") from error
 
 if TYPE_CHECKING:
-    from core.env_server import Server as Server
+    from core.remote.env_server import Server as Server
 
 __all__ = [
     "ActorError",
@@ -64,7 +64,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Server":  # Late: it imports grpcio, which a learner does not need.
-        from core.env_server import Server
+        from core.remote.env_server import Server
 
         return Server
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

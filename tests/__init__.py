@@ -1,2 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test suite; a package so that `--env tests.counting_env:make` can be imported."""
+"""The test suite. `make test` runs all of it, in 10 to 13 minutes on two cores.
+
+    algorithm/ environments/ running/ actors/ remote/    the rooms of core/, by module
+    extension/     libtorchbeast from Python; the C++ has its own tests in csrc/tests
+    trainers/      the two programs: networks, flags, whole runs, resuming, forks
+    repository/    documents, results, tools, packaging, the rules of the house
+    classic/       classic gym and atari-py, in an environment of their own:
+                   `make test-classic`
+
+While you change a module, run its own file: a second to a minute. What is beside this
+file serves the tests: environments that count, fail or misbehave, and hostile peers. It
+is a package so that `--env tests.counting_env:make` can be imported.
+"""

@@ -15,7 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from core.supervise import start_thread
+# As polybeast.py does, whichever module of the tests imports gRPC first.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from core.running.supervise import start_thread
 from tools.nemesis.programs import came_true, is_saving
 
 DEADLINE_S = 60.0  # For anything awaited; a test that needs it all has failed.

@@ -160,7 +160,8 @@ def check_rollout(
     """Check that each row of a rollout follows from the row before it.
 
     Args:
-      rollout: nest of arrays [T+1, B, ...], as `core.rollouts` describes. Anything
+      rollout: nest of arrays [T+1, B, ...], as `core.rollout` describes.
+      Anything
         with `numpy()` (a tensor) will do. The agent's part may be missing; if `action`
         is there it must agree with `last_action`.
       previous_last_row: nest [B, ...], the last row of the rollout before, which must

@@ -8,8 +8,17 @@ from typing import Any
 import grpc
 import numpy as np
 
-from core import spaces, wire
-from core.wire import Action, Failure, Hello, Step, ToLearner, ToServer, Welcome
+from core.nests import map_nest
+from core.remote import codec, frames, messages
+from core.remote.messages import (
+    Action,
+    Failure,
+    Hello,
+    Step,
+    ToLearner,
+    ToServer,
+    Welcome,
+)
 
 DEADLINE_S = 60.0
 _OPTIONS = [
@@ -56,10 +65,10 @@ class RawStream:
           StopIteration: the stream ended.
           grpc.RpcError: it ended in an error.
         """
-        message = wire.decode(ToLearner, next(self.call)).value
+        message = codec.decode(ToLearner, next(self.call)).value
         if isinstance(message, Failure):
             raise ServerFailure(message)
-        if isinstance(message, wire.Goodbye):
+        if isinstance(message, messages.Goodbye):
             raise Goodbye(message.reason)
         return message
 
@@ -82,13 +91,13 @@ class EnvClient(RawStream):
     def __init__(self, address: str, **hello: Any):
         super().__init__(address)
         try:
-            hello = {"protocol": wire.PROTOCOL, "version": "test", **hello}
-            self.send(wire.encode(ToServer(hello=Hello(**hello))))
+            hello = {"protocol": messages.PROTOCOL, "version": "test", **hello}
+            self.send(codec.encode(ToServer(hello=Hello(**hello))))
             self.welcome = self.receive()
-            self._steps = wire.Frame(
+            self._steps = frames.Frame(
                 Step, self.welcome.step_arrays, self.welcome.num_envs
             )
-            self._actions = wire.Frame(
+            self._actions = frames.Frame(
                 Action, self.welcome.action_arrays, self.welcome.num_envs
             )
             self.rows = _nest(self.welcome.step_arrays, self._steps.arrays)
@@ -124,24 +133,24 @@ def play(client: EnvClient, num_steps: int, actions: Iterator[Any]) -> Any:
     """Return rows 0 (the present one) to `num_steps`: a nest of [T + 1, K, ...]."""
     rows = [_copy(client.rows)]
     rows += [_copy(client.step(next(actions))) for _ in range(num_steps)]
-    return spaces.map_nest(lambda *leaves: np.stack(leaves), *rows)
+    return map_nest(lambda *leaves: np.stack(leaves), *rows)
 
 
 def describe(address: str, **hello: Any) -> Welcome:
-    hello = {"protocol": wire.PROTOCOL, **hello}
+    hello = {"protocol": messages.PROTOCOL, **hello}
     with grpc.insecure_channel(address, options=_OPTIONS) as channel:
         method = channel.unary_unary("/torchbeast.EnvServer/Describe")
-        request = wire.encode(Hello(**hello))
-        return wire.decode_welcome(
+        request = codec.encode(Hello(**hello))
+        return codec.decode_welcome(
             method(request, timeout=DEADLINE_S, wait_for_ready=True)
         )
 
 
 def _copy(rows: Any) -> Any:
-    return spaces.map_nest(np.copy, rows)
+    return map_nest(np.copy, rows)
 
 
-def _nest(arrays: tuple[wire.Array, ...], values: list[np.ndarray]) -> Any:
+def _nest(arrays: tuple[messages.Array, ...], values: list[np.ndarray]) -> Any:
     """Return what the paths of `arrays` say: dicts for names, tuples for numbers."""
     if len(arrays) == 1 and not arrays[0].path:
         return values[0]
@@ -150,7 +159,7 @@ def _nest(arrays: tuple[wire.Array, ...], values: list[np.ndarray]) -> Any:
         groups.setdefault(array.path[0], []).append(i)
     nest = {
         key: _nest(
-            tuple(wire.Array(arrays[i].path[1:], "", ()) for i in group),
+            tuple(messages.Array(arrays[i].path[1:], "", ()) for i in group),
             [values[i] for i in group],
         )
         for key, group in groups.items()

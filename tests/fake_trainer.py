@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from core.supervise import Exit
+from core.errors import Exit
 
 
 def main() -> int:

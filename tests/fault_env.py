@@ -10,7 +10,7 @@ from collections.abc import Callable
 import gymnasium as gym
 import numpy as np
 
-from core.environment import env_seed
+from core.environments.stepping import env_seed
 
 
 class FaultEnv(gym.Env):
@@ -60,6 +60,61 @@ def make_hanging() -> FaultEnv:
     return FaultEnv(lambda: time.sleep(1e6), at_step=25)
 
 
+def print_in_c() -> np.ndarray:
+    """Write more than a pipe holds, with the GIL held, as C code may."""
+    text = b"from C\n" * 20_000
+    ctypes.PyDLL(None).write(2, text, len(text))
+    return np.zeros(2, np.float32)
+
+
+def make_printing_in_c() -> FaultEnv:
+    return FaultEnv(print_in_c, at_step=2)
+
+
+class HangsLater(FaultEnv):
+    """The first instance, which is asked for its spaces, works; later ones hang."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(lambda: None, at_step=0)
+        self._where = where if (os.getpid(), where) in _made else ""
+        _made.add((os.getpid(), where))
+        self._hang("constructor")
+
+    def _hang(self, here: str) -> None:
+        if here == self._where:
+            time.sleep(1e6)
+
+    def reset(self, *, seed=None, options=None):
+        self._hang("reset")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self._hang("step")
+        return super().step(action)
+
+    def close(self):
+        self._hang("close")
+
+
+_made: set[tuple[int, str]] = set()
+
+
+def make_hanging_later_in_constructor() -> HangsLater:
+    return HangsLater("constructor")
+
+
+def make_hanging_later_in_reset() -> HangsLater:
+    return HangsLater("reset")
+
+
+def make_hanging_later_in_step() -> HangsLater:
+    return HangsLater("step")
+
+
+def make_hanging_later_in_close() -> HangsLater:
+    return HangsLater("close")
+
+
 class HangingInClose(FaultEnv):
     def close(self):
         time.sleep(1e6)
@@ -77,6 +132,10 @@ def make_hanging_in_some() -> FaultEnv:
 def make_hanging_in_c() -> FaultEnv:
     """Hangs with the GIL held, as C code may."""
     return FaultEnv(lambda: ctypes.PyDLL(None).sleep(10**6), at_step=25)
+
+
+def make_hanging_in_c_at_once() -> FaultEnv:
+    return FaultEnv(lambda: ctypes.PyDLL(None).sleep(10**6), at_step=1)
 
 
 class OneHangs(FaultEnv):

@@ -4,7 +4,7 @@
 `TO_SERVER` is for environment servers, `TO_LEARNER` for actor pools, `TO_DESCRIBE` for
 learners that ask what a server serves. Whatever comes costs its own stream and nothing
 else, and is told in words that a terminal survives: the functions `*_survives` assert
-it. tests/test_hostile.py and the nemesis's figure `hostile` play all of them.
+it. tests/remote/test_hostile.py and the nemesis's figure `hostile` play all of them.
 """
 
 import dataclasses
@@ -21,8 +21,22 @@ from typing import Any
 import grpc
 import numpy as np
 
-from core import spaces, wire
-from core.wire import Action, Array, Failure, Goodbye, Hello, Step, ToLearner, ToServer
+from core.nests import map_nest
+from core.remote import codec
+from core.remote.messages import (
+    Action,
+    Array,
+    Box,
+    Discrete,
+    Failure,
+    Goodbye,
+    Hello,
+    Space,
+    Step,
+    ToLearner,
+    ToServer,
+    Welcome,
+)
 from tests import counting_env
 from tests.env_client import EnvClient, RawStream, ServerFailure, describe, play
 
@@ -39,11 +53,11 @@ ESCAPES_SHOWN = r"\?\[2J\?2J"
 
 
 def field(number: int, data: bytes) -> bytes:
-    return wire._tag(number, wire._LEN) + wire._varint(len(data)) + data
+    return codec.tag(number, codec.LEN) + codec.varint(len(data)) + data
 
 
 def number(number: int, value: int) -> bytes:
-    return wire._tag(number, wire._VARINT) + wire._varint(value)
+    return codec.tag(number, codec.VARINT) + codec.varint(value)
 
 
 # -------------------------------------------------------------------------- to servers
@@ -61,16 +75,16 @@ class ServerCase:
 
 
 def _action(seq: int, *arrays: bytes) -> bytes:
-    return wire.encode(ToServer(action=Action(seq, arrays)))
+    return codec.encode(ToServer(action=Action(seq, arrays)))
 
 
 def _hello(**changes: Any) -> bytes:
     hello = Hello(**{"protocol": 1, "run_id": "evil", **changes})
-    return wire.encode(ToServer(hello=hello))
+    return codec.encode(ToServer(hello=hello))
 
 
 def _raw_hello(data: bytes) -> bytes:
-    return field(1, wire.encode(Hello(protocol=1)) + data)
+    return field(1, codec.encode(Hello(protocol=1)) + data)
 
 
 def _first(message: bytes, said: str, **options: Any) -> ServerCase:
@@ -161,7 +175,7 @@ def attack_server(address: str, case: ServerCase) -> tuple[str, str]:
     with RawStream(address) as stream:
         if case.greets:
             stream.send(_hello())
-            assert isinstance(stream.receive(), wire.Welcome)
+            assert isinstance(stream.receive(), Welcome)
             assert isinstance(stream.receive(), Step)
         for message in case.messages:
             stream.send(message)
@@ -184,17 +198,17 @@ def attack_server(address: str, case: ServerCase) -> tuple[str, str]:
 class Honest:
     """What an honest server would say, to begin from."""
 
-    def __init__(self, welcome: wire.Welcome):
+    def __init__(self, welcome: Welcome):
         self.welcome = welcome
         self.arrays = [bytes(K * a.spec.nbytes) for a in welcome.step_arrays]
 
     def greeting(self, **changes: Any) -> bytes:
         welcome = dataclasses.replace(self.welcome, **changes)
-        return wire.encode(ToLearner(welcome=welcome))
+        return codec.encode(ToLearner(welcome=welcome))
 
     def greeting_with(self, raw: bytes) -> bytes:
         """A Welcome with these bytes at its end."""
-        return field(1, wire.encode(self.welcome) + raw)
+        return field(1, codec.encode(self.welcome) + raw)
 
     def greeting_of(self, *arrays: Array) -> bytes:
         """A Welcome with these step arrays in place of those with the same paths."""
@@ -204,7 +218,7 @@ class Honest:
 
     def step(self, seq: int = 0, arrays: Sequence[bytes] | None = None) -> bytes:
         arrays = self.arrays if arrays is None else arrays
-        return wire.encode(ToLearner(step=Step(seq, tuple(arrays))))
+        return codec.encode(ToLearner(step=Step(seq, tuple(arrays))))
 
     def index_of(self, name: str) -> int:
         return [a.path for a in self.welcome.step_arrays].index((name,))
@@ -338,7 +352,7 @@ TO_LEARNER = {
         lambda honest: [honest.greeting(step_arrays=())], "no arrays", ends_run=True
     ),
     "an array twice": _greets(
-        field(10, wire.encode(Array(("reward",), "float32"))),
+        field(10, codec.encode(Array(("reward",), "float32"))),
         "reward stands where another one does",
         ends_run=True,
     ),
@@ -413,23 +427,23 @@ TO_LEARNER = {
     ),
     # Last words.
     "failure that clears the terminal": _says(
-        wire.encode(ToLearner(failure=Failure(ESCAPES))),
+        codec.encode(ToLearner(failure=Failure(ESCAPES))),
         f"reports a failure: {ESCAPES_SHOWN}",
     ),
     "failure that is not UTF-8": _says(
         field(3, field(1, NOT_UTF8)), r"reports a failure: \?\[2J\?\?"
     ),
     "failure of 1 MiB": _says(
-        wire.encode(ToLearner(failure=Failure("x" * 2**20))),
+        codec.encode(ToLearner(failure=Failure("x" * 2**20))),
         f"failure: x{{16384}}$|{_TOO_LARGE}",
     ),
     "permanent failure": _says(
-        wire.encode(ToLearner(failure=Failure(ESCAPES, True))),
+        codec.encode(ToLearner(failure=Failure(ESCAPES, True))),
         f"reports a failure: {ESCAPES_SHOWN}",
         ends_run=True,
     ),
     "goodbye that clears the terminal": _says(
-        wire.encode(ToLearner(goodbye=Goodbye(ESCAPES))),
+        codec.encode(ToLearner(goodbye=Goodbye(ESCAPES))),
         f"says goodbye: {ESCAPES_SHOWN}",
     ),
     "refusal that is not UTF-8": LearnerCase(
@@ -447,25 +461,25 @@ TO_LEARNER = {
 
 
 def _without_env(honest: Honest) -> bytes:
-    return wire.encode(dataclasses.replace(honest.welcome, env=""))
+    return codec.encode(dataclasses.replace(honest.welcome, env=""))
 
 
 def _spaces(depth: int) -> bytes:
     """A Tuple in a Tuple, and so on."""
-    data = wire.encode(wire.Space(discrete=wire.Discrete(2)))
+    data = codec.encode(Space(discrete=Discrete(2)))
     for _ in range(depth):
         data = field(6, field(1, data))
     return data
 
 
 def _box(*, shape: int, low: bytes = b"\0", high: bytes = b"\1") -> bytes:
-    box = wire.Box("int8", (shape,), low, high)
-    return wire.encode(wire.Space(box=box))
+    box = Box("int8", (shape,), low, high)
+    return codec.encode(Space(box=box))
 
 
 def _bounds(dtype: str, low: float, high: float) -> bytes:
     data = [np.array(x, dtype).tobytes() for x in (low, high)]
-    return wire.encode(wire.Space(box=wire.Box(dtype, (2,), *data)))
+    return codec.encode(Space(box=Box(dtype, (2,), *data)))
 
 
 # What Describe answers in place of a Welcome; its observation space, mostly.
@@ -528,7 +542,7 @@ class Victim:
 
 _SERVE = f"""
 import logging, sys
-from core.env_server import Server
+from core.remote.env_server import Server
 from tests import counting_env
 logging.basicConfig(level=logging.INFO)
 Server(counting_env.make, sys.argv[1], num_envs={K}, num_streams=2).run()
@@ -634,7 +648,7 @@ def server_survives(victim: Victim, case: ServerCase) -> None:
         assert is_printable(said), said
         assert code == case.code, (code, said)
         after = play(honest, 20, actions)
-        last = spaces.map_nest(lambda leaf: leaf[-1], before)
+        last = map_nest(lambda leaf: leaf[-1], before)
         counting_env.check_rollout(after, last)
     assert victim.process.poll() is None, "the server has died"
 

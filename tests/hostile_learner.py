@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 import libtorchbeast
-from core import wire
-from core.supervise import start_thread
+from core.remote import codec, messages
+from core.running.supervise import start_thread
 from tests.conftest import DEADLINE_S, wait_until
 
 T = 5
@@ -26,8 +26,8 @@ MORE_STEPS = 50  # Of honest servers.
 
 def describe(address: str) -> dict[str, Any]:
     try:
-        welcome = wire.decode_welcome(libtorchbeast.describe(address, timeout_s=0.1))
-    except (wire.WireError, libtorchbeast.ActorError) as error:
+        welcome = codec.decode_welcome(libtorchbeast.describe(address, timeout_s=0.1))
+    except (messages.WireError, libtorchbeast.ActorError) as error:
         return {"error": str(error)}
     return {"error": "", "env": welcome.env}
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learner as people wrote them on TorchBeast in 2019, for tests/test_old_forks.py.
+"""A learner as people wrote them on TorchBeast in 2019, for
+tests/extension/test_old_forks.py.
 
 It knows the extension as it was: rows are tuples, one environment per stream, threads
 without supervision, a main loop that looks at `stats` and at the sizes of the queues.
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 import libtorchbeast
 import nest
-from core import vtrace
+from core.algorithm import vtrace
 
 EnvOutput = collections.namedtuple(
     "EnvOutput", "frame rewards done episode_step episode_return"

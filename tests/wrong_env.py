@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from core.toys import Catch
+from core.environments.toys import Catch
 
 
 class Wrong(Catch):

@@ -43,30 +43,31 @@ class Server:
     """An environment server: Hello and Action, alone and in their envelope."""
 
     def __init__(self) -> None:
-        from core import spaces, wire
+        import numpy as np
 
-        nested = (spaces.ArraySpec((2,), wire.np.dtype("f4")),)
-        arrays = wire.arrays_of(
-            {"a": spaces.ArraySpec((), wire.np.dtype("i8")), "b": nested}
-        )
-        self.frame = wire.Frame(wire.Action, arrays, 3)
-        self.wire = wire
-        hello = wire.Hello(1, "0.1", "run", ("lives", "half"), 2**63, 3, 4)
-        action = wire.Action(5, (bytes(24), bytes(24)))
+        from core.nests import ArraySpec
+        from core.remote import codec, frames, messages
+
+        nested = (ArraySpec((2,), np.dtype("f4")),)
+        arrays = frames.arrays_of({"a": ArraySpec((), np.dtype("i8")), "b": nested})
+        self.frame = frames.Frame(messages.Action, arrays, 3)
+        self.codec, self.messages = codec, messages
+        hello = messages.Hello(1, "0.1", "run", ("lives", "half"), 2**63, 3, 4)
+        action = messages.Action(5, (bytes(24), bytes(24)))
         self.seeds = [
-            wire.encode(wire.ToServer(hello=hello)),
-            wire.encode(wire.ToServer(action=action)),
+            codec.encode(messages.ToServer(hello=hello)),
+            codec.encode(messages.ToServer(action=action)),
             bytes(self.frame.encode(1)),
-            wire.encode(hello),
+            codec.encode(hello),
         ]
 
     def read(self, data: bytes) -> None:
         for decode in (
-            lambda: self.wire.decode(self.wire.ToServer, data),
-            lambda: self.wire.decode(self.wire.Hello, data),
+            lambda: self.codec.decode(self.messages.ToServer, data),
+            lambda: self.codec.decode(self.messages.Hello, data),
             lambda: self.frame.decode_action(data),
         ):
-            with _only(self.wire.WireError):
+            with _only(self.messages.WireError):
                 decode()
 
 
@@ -75,20 +76,21 @@ class Welcome:
 
     def __init__(self) -> None:
         import gymnasium as gym
+        import numpy as np
 
-        from core import wire
+        from core.remote import codec, messages
 
-        self.wire = wire
-        box = gym.spaces.Box(0, 255, (4, 84, 84), wire.np.uint8)
+        self.decode, self.error = codec.decode_welcome, messages.WireError
+        box = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
         several = gym.spaces.Dict(
-            a=gym.spaces.Box(-1, 1, (2, 5), wire.np.float32),
+            a=gym.spaces.Box(-1, 1, (2, 5), np.float32),
             b=gym.spaces.Tuple([gym.spaces.Discrete(7), gym.spaces.MultiBinary(5)]),
             c=gym.spaces.MultiDiscrete([2, 3]),
         )
-        arrays = (wire.Array(("observation", 0), "float32", (2, 5)),)
+        arrays = (messages.Array(("observation", 0), "float32", (2, 5)),)
         self.seeds = [
-            wire.encode(
-                wire.Welcome(
+            codec.encode(
+                messages.Welcome(
                     1, "0.1", bytes(16), "Toy", 3, 1, 4, space, space, arrays, arrays
                 )
             )
@@ -96,8 +98,8 @@ class Welcome:
         ]
 
     def read(self, data: bytes) -> None:
-        with _only(self.wire.WireError):
-            self.wire.decode_welcome(data)
+        with _only(self.error):
+            self.decode(data)
 
 
 class Checkpoint:
@@ -110,7 +112,7 @@ class Checkpoint:
     def __init__(self) -> None:
         import torch
 
-        from core import checkpoint
+        from core.running import checkpoint
 
         self.checkpoint = checkpoint
         self.folder = Path(tempfile.mkdtemp(prefix="tb"))
@@ -132,7 +134,7 @@ class Checkpoint:
         fits, file = bool(data) and data[0] % 2, data[1:]
         if fits:
             with contextlib.suppress(self.checkpoint.CheckpointError):
-                file = self.checkpoint._seal(file)
+                file = self.checkpoint.seal(file)
         self.path.write_bytes(file)
         found = self.checkpoint.load(self.folder)
         if found is None or found.step not in (1, 2):
@@ -146,9 +148,9 @@ class Checkpoint:
 TARGETS = {"server": Server, "welcome": Welcome, "checkpoint": Checkpoint}
 # What is to be watched for coverage, before it is imported.
 MODULES = {
-    "server": "core.wire",
-    "welcome": "core.wire",
-    "checkpoint": "core.checkpoint",
+    "server": "core.remote.codec",
+    "welcome": "core.remote.codec",
+    "checkpoint": "core.running.checkpoint",
 }
 
 

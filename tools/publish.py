@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from core import checkpoint
+from core.running import checkpoint
 
 FLAGS = ("env", "model", "use_lstm")  # All that is needed of those in a checkpoint.
 

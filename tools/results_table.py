@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import atari_wrappers
-import core.flags
+from core.running import common_flags
 from tools import plot
 
 COLUMNS = (
@@ -100,7 +100,7 @@ def protocol(env: str, flags: dict[str, Any]) -> str:
         f"discount {flags['discounting']}",
     ]
     if atari_wrappers.is_atari(env):
-        given = {key: flags.get(key) for key in core.flags.ATARI_FLAGS}
+        given = {key: flags.get(key) for key in common_flags.ATARI_FLAGS}
         name = given.pop("atari_protocol") or "impala"
         changes = {key: value for key, value in given.items() if value is not None}
         points.append(

@@ -60,8 +60,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-import core.flags
-from core.supervise import Exit, StopSignal, describe_exit, num_cores
+from core import flag_types
+from core.errors import Exit
+from core.running import common_flags
+from core.running.machine import num_cores
+from core.running.signals import StopSignal
+from core.running.supervise import describe_exit
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -176,7 +180,7 @@ def read_sweep(path: Path) -> Sweep:
         name = run_name(point)
         steps = None
         with contextlib.suppress(argparse.ArgumentTypeError):  # The program will say.
-            steps = core.flags.whole(1)(str(own.get("total_steps")))
+            steps = flag_types.int_at_least(1)(str(own.get("total_steps")))
         runs.append(Run(name, point, program, words, savedir / name, steps))
     names = [run.name for run in runs]
     for name in names:
@@ -218,7 +222,7 @@ def to_words(key: str, value: Any) -> list[str]:
 @functools.cache
 def flags_with_opposites() -> set[str]:
     parser = argparse.ArgumentParser()
-    core.flags.add_environment_flags(parser)
+    common_flags.add_environment_flags(parser)
     kind = argparse.BooleanOptionalAction
     return {action.dest for action in parser._actions if isinstance(action, kind)}
 

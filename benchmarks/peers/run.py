@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.ceilings import measure_whole
-from core.supervise import num_cores
+from core.running.machine import num_cores
 
 HERE = Path(__file__).parent
 WARM_UP_S, MEASURE_S = 10.0, 20.0

@@ -24,8 +24,8 @@ using Values = std::vector<int64_t>;
 
 namespace {
 
-// What the model of these tests answers to a batch of row_nest()s: [2, rows],
-// so that a caller's rows do not lie side by side.
+// The outputs of the model of these tests for a batch of row_nest()s. They are
+// [2, rows], so that the rows of a caller are not contiguous.
 Nest model(const Nest& inputs) {
   Values outputs;
   for (int64_t factor : {10, 100}) {
@@ -40,14 +40,14 @@ Values expected(const Values& values) {
   return values_of(model(row_nest(values)));
 }
 
-// compute() in another thread.
+// Calls compute() in another thread.
 std::future<Values> compute(DynamicBatcher& batcher, Values values) {
   return background([&batcher, values = std::move(values)] {
     return values_of(batcher.compute(row_nest(values)));
   });
 }
 
-// What a Done was told.
+// Records the calls of a Done.
 struct Answer {
   int num_calls = 0;
   Values values;
@@ -59,8 +59,7 @@ struct Answer {
       ++num_calls;
       error = told;
       if (outputs) {
-        values.resize(outputs->leaf_nbytes(0) / sizeof(int64_t));
-        outputs->copy_leaf(0, reinterpret_cast<char*>(values.data()));
+        values = values_of(outputs->copy(*BufferPool::create()));
       }
     };
   }
@@ -116,11 +115,9 @@ TEST(outputs_know_their_shapes) {
                                                           std::exception_ptr) {
         Shape part_shape = shape;
         part_shape[batch_dim] = rows;
-        CHECK(part->leaf_shape(0) == part_shape);
         const Nest copy = part->copy(*batcher.buffers());
         CHECK(copy.leaves[0].shape == part_shape);
-        CHECK_EQ(copy.leaves[0].nbytes(), part->leaf_nbytes(0));
-        // Element by element, where it stands in the whole.
+        // Compares each element with its place in the whole array.
         const Values values = values_of(copy);
         size_t next = 0;
         for (int64_t i = 0; i < part_shape[0]; ++i) {
@@ -254,7 +251,7 @@ TEST(inputs_are_freed_once_they_are_joined) {
   batcher.close();
 }
 
-// When a batch is complete. The rest stands in batching_queue_test.cc.
+// When a batch is complete. More tests are in row_queue_test.cc.
 
 TEST(a_batch_waits_for_the_minimum) {
   DynamicBatcher batcher({.minimum_batch_size = 2, .timeout_ms = std::nullopt});
@@ -455,7 +452,7 @@ TEST(a_throwing_done_does_not_prevent_the_others) {
 }
 
 TEST(a_done_may_ask_again) {
-  // No lock is held: each answer asks the next question.
+  // No lock is held in a Done: each one calls compute_async again.
   DynamicBatcher batcher({});
   Values seen;
   std::function<void(int64_t)> ask = [&](int64_t value) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Environment servers for the actor pool's tests, in this process and without a
-// network. A test plays the server itself, message by message, or leaves an
-// address to a CountingServer.
+// Environment servers for tests of the actor pool, in this process and without
+// a network. A test plays a server itself, message by message, or lets a
+// CountingServer serve an address.
 
 #pragma once
 
@@ -126,7 +126,7 @@ constexpr int64_t kFrames = 5;  // Of one pixel each.
 
 // Of the environment: an Option whose Value is an integer.
 inline std::string option(const std::string& name, uint64_t value) {
-  return bytes(1, name) + bytes(2, number(2, value));
+  return bytes(1, name) + bytes(2, number(2, 2 * value));  // ZigZag.
 }
 
 struct WelcomeOptions {
@@ -165,8 +165,9 @@ inline std::string goodbye(const std::string& reason) {
   return bytes(4, bytes(1, reason));
 }
 
-// The environments: everything in row n of environment e, incarnation i, says
-// so; and the agent's action for it is right_action(e, n).
+// The environments. The values of row n of environment e, incarnation i, are
+// functions of e, i and n. The correct action for this row is right_action(e,
+// n).
 inline int64_t right_action(int64_t env, int64_t n) { return 1000 * env + n; }
 inline float reward_of(int64_t n) { return static_cast<float>(n) + 0.5f; }
 constexpr int64_t kGame = 7;  // Steps.
@@ -174,7 +175,7 @@ inline bool done_of(int64_t n) { return n % kGame == 0; }
 inline float return_of(int64_t env, int64_t n) {
   return static_cast<float>(100 * env - n);
 }
-// Frame p of a stack; a game's first picture stands for those before it.
+// Frame p of a stack. The first frame of a game also fills the older places.
 inline uint8_t pixel_of(int64_t env, int64_t n, int64_t p) {
   const int64_t seen = std::max(n - kFrames + 1 + p, n - n % kGame);
   return static_cast<uint8_t>(17 * env + 3 * seen);
@@ -242,7 +243,7 @@ struct Action {
   bool whole = false;
 };
 
-// Whether row n is sent with the newest frame alone.
+// Whether the server sends row n with the newest frame only.
 inline bool may_be_short(const Hello& hello, bool whole, int64_t n) {
   return hello.newest_frames && !whole && !done_of(n);
 }
@@ -264,10 +265,9 @@ inline Action parse_action(const std::string& message) {
   return action;
 }
 
-// --- Streams
-// -------------------------------------------------------------------
+// --- Streams -----------------------------------------------------------------
 
-// A thread of the transport: runs what is posted, in order.
+// A thread of the transport. Runs the posted tasks in order.
 class Worker {
  public:
   ~Worker() { stop(); }
@@ -279,7 +279,7 @@ class Worker {
     changed_.notify_all();
   }
 
-  // Returns when all that was posted before is done.
+  // Returns when all tasks posted before are done.
   void stop() {
     {
       std::lock_guard lock(mu_);
@@ -314,7 +314,7 @@ class Worker {
 class Connection;
 using ConnectionPtr = std::shared_ptr<Connection>;
 
-// What answers the messages of the pool, in the transport's thread.
+// Answers the messages of the pool, in the transport's thread.
 class Server {
  public:
   virtual ~Server() = default;
@@ -331,18 +331,18 @@ class Connection : public std::enable_shared_from_this<Connection> {
         worker_(by) {}
 
   const std::string address;
-  const size_t max_message_bytes;  // That the pool is ready to receive.
-  // For a Server, in the transport's thread.
+  const size_t max_message_bytes;  // The pool's limit.
+  // State of the Server. Used in the transport's thread only.
   Hello hello;
   int64_t n = -1;
   std::vector<int64_t> last_actions;
-  bool whole = true;  // The next row.
+  bool whole = true;  // Whether the next row must hold all frames.
 
   void connected() {
     post([this] { events_->on_connected(); });
   }
 
-  // In parts of `chunk` bytes, as a network might.
+  // Sends in parts of `chunk` bytes.
   void send(const std::string& message, size_t chunk = 11) {
     post([this, message, chunk] { deliver(message, chunk); });
   }
@@ -379,7 +379,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     return ended_;
   }
 
-  // Of the pool's end.
+  // Called by the pool's end of the stream.
   void take(std::string message, Server* server) {
     if (server) {
       post([this, server, message = std::move(message)] {
@@ -418,10 +418,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool ended_ = false;                // Guarded by mu_.
 };
 
-// What tests and the transport share: who serves which address. Thread-safe.
+// Shared by tests and the transport: which server serves an address.
+// Thread-safe.
 class Network {
  public:
-  // Without it, streams to the address wait for accept().
+  // Streams to an address without a server wait for accept().
   void serve(const std::string& address, Server* server) {
     std::lock_guard lock(mu_);
     servers_[address] = server;
@@ -431,7 +432,7 @@ class Network {
     refused_[address] = refuse;
   }
 
-  // The next stream to an address that a test plays. Its connection is up.
+  // Waits for the next stream that the test must serve, and connects it.
   ConnectionPtr accept() {
     std::unique_lock lock(mu_);
     changed_.wait(lock, [&] { return !dialled_.empty(); });
@@ -447,7 +448,7 @@ class Network {
     return dialled_.size();
   }
 
-  std::vector<ConnectionPtr> connections() const {  // Ever.
+  std::vector<ConnectionPtr> connections() const {  // So far.
     std::lock_guard lock(mu_);
     return connections_;
   }
@@ -572,12 +573,12 @@ class CountingServer : public Server {
 
   int64_t short_steps() const { return short_steps_; }
   int64_t errors() const { return errors_; }  // Wrong actions.
-  int64_t steps() const { return steps_; }    // Sent, after first ones.
+  int64_t steps() const { return steps_; }    // Sent, without the first rows.
 
  private:
   WelcomeOptions options_;
   std::atomic<int64_t> errors_{0};
-  std::atomic<int64_t> short_steps_{0};  // With the newest frames alone.
+  std::atomic<int64_t> short_steps_{0};  // With the newest frames only.
   std::atomic<int64_t> steps_{0};
 };
 

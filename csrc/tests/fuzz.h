@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What fuzz targets share. A target is a file fuzz_*.cc with
-// LLVMFuzzerTestOneInput, which throws whatever bytes it gets at something and
-// aborts if a promise is broken. `make fuzz` here says how it is run.
+// Helpers of fuzz targets. A target is a file fuzz_*.cc with
+// LLVMFuzzerTestOneInput, which feeds bytes to the code under test and aborts
+// if a requirement is violated. The Makefile's target `fuzz` runs them.
 
 #pragma once
 
@@ -16,10 +16,10 @@
 #include <string_view>
 #include <vector>
 
+#include "text.h"
 #include "transport.h"
-#include "wire.h"
 
-// A broken promise. `text` says what was found.
+// Aborts if the condition does not hold. `text` says what was found.
 #define REQUIRE(condition, text)                                              \
   do {                                                                        \
     if (!(condition)) {                                                       \
@@ -29,14 +29,14 @@
     }                                                                         \
   } while (false)
 
-// What a few bytes say must not make the learner ask for much memory.
+// A few bytes must not make the learner allocate much memory.
 extern "C" [[gnu::used]] inline const char* __asan_default_options() {
   return "max_allocation_size_mb=64:hard_rss_limit_mb=2048";
 }
 
 namespace fuzz {
 
-// The input, taken from its front. Zeros follow its end.
+// Reads an input from its front. Zeros follow its end.
 class Input {
  public:
   Input(const uint8_t* data, size_t size)
@@ -64,8 +64,8 @@ class Input {
   std::string_view left_;
 };
 
-// The message in parts of `chunk` bytes, each in memory of its own, so that
-// AddressSanitizer sees every byte too many.
+// The message in parts of `chunk` bytes, each a separate allocation, so that
+// AddressSanitizer detects reads past the end.
 inline torchbeast::Segments segments_of(std::string_view message,
                                         size_t chunk) {
   auto parts = std::make_shared<std::vector<std::vector<char>>>();
@@ -81,15 +81,15 @@ inline torchbeast::Segments segments_of(std::string_view message,
   return segments;
 }
 
-// What people are shown must not move their cursor, nor fill their disk.
+// Text that is shown must not have control characters, and must not be long.
 inline void require_printable(std::string_view text) {
   constexpr size_t kMaxText = 64 << 10;
   REQUIRE(text.size() <= kMaxText, std::to_string(text.size()) + " bytes");
-  REQUIRE(torchbeast::wire::printable(text, kMaxText) == text, text);
+  REQUIRE(torchbeast::printable(text, kMaxText) == text, text);
 }
 
-// Begins a corpus: writes the files to the folder among the arguments, if it is
-// empty.
+// Begins a corpus: writes `seeds` to the folder among the arguments, if the
+// folder is empty.
 inline void write_seeds(int argc, char** argv,
                         const std::vector<std::string>& seeds) {
   for (int i = 1; i < argc; ++i) {

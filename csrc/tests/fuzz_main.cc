@@ -5,11 +5,11 @@
 // arguments:
 //
 //   fuzz_wire [-runs=N] [-max_total_time=S] [-seed=N] [-artifact_prefix=PATH]
-//             [FOLDER]     the corpus: is read, and gets what is found
+//             [FOLDER]     the corpus: read at the start, new inputs are added
 //   fuzz_wire FILE...      runs these inputs, once each
 //
-// A child process does the work. So whatever it dies of, the parent can say
-// with which input, and tell a hang.
+// A child process runs the inputs. So if the child dies or hangs, the parent
+// can report the input.
 
 #include <signal.h>
 #include <sys/mman.h>
@@ -40,11 +40,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Bytes = std::vector<uint8_t>;
 
-constexpr size_t kMaxSize = 4096;  // Of an input.
-constexpr time_t kHangS = 30;      // Without the end of an input.
+constexpr size_t kMaxSize = 4096;  // The largest input.
+constexpr time_t kHangS = 30;      // The time limit for one input.
 constexpr size_t kReportEvery = 1 << 16;
 
-// What the child tells the parent.
+// Memory that the child shares with the parent.
 struct Shared {
   std::atomic<uint64_t> runs;
   size_t num_edges;
@@ -54,8 +54,9 @@ struct Shared {
   std::array<uint8_t, kMaxSize> data;
 };
 
-// How often each edge between two basic blocks was passed, modulo 256. Edges
-// share counters now and then. Racy if the target has threads: it is a hint.
+// How often each edge between two basic blocks was taken, modulo 256. Some
+// edges share a counter. Threads race on the counters, which makes coverage
+// inexact.
 constexpr size_t kNumCounters = 1 << 16;
 alignas(64) std::array<uint8_t, kNumCounters> counters;
 thread_local uintptr_t block_before;
@@ -64,8 +65,8 @@ class Coverage {
  public:
   void begin() { counters.fill(0); }
 
-  // Whether an edge was passed about as often as never before. Eight classes
-  // of counts: 1, 2, 3, 4 to 7, 8 to 15, and so on.
+  // Whether the count of an edge was in a class that is new for this edge. The
+  // eight classes of counts are 1, 2, 3, 4 to 7, 8 to 15, and so on.
   bool end() {
     bool is_new = false;
     for (size_t i = 0; i < kNumCounters; i += sizeof(uint64_t)) {
@@ -112,7 +113,7 @@ class Mutator {
   size_t below(size_t limit) { return random_() % limit; }
   uint8_t byte() { return static_cast<uint8_t>(random_()); }
 
-  // What was found last leads on more often.
+  // Prefer inputs that were found late.
   const Bytes& pick(const std::vector<Bytes>& corpus) {
     const size_t last = std::min<size_t>(corpus.size(), 16);
     return below(2) ? corpus[below(corpus.size())]
@@ -132,7 +133,7 @@ class Mutator {
       case 1:
         if (left) *here = byte();
         break;
-      case 2:  // A length or a count, off by little.
+      case 2:  // Add a small number to a byte: a length or a count.
         if (left) *here += static_cast<uint8_t>(below(9) - 4);
         break;
       case 3:
@@ -141,14 +142,14 @@ class Mutator {
       case 4:
         bytes.erase(here, here + some);
         break;
-      case 5: {  // Twice, or somewhere else.
+      case 5: {  // Copy a range to another place.
         const Bytes copy(here, here + some);
         const size_t to = below(bytes.size() + 1);
         bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(to),
                      copy.begin(), copy.end());
         break;
       }
-      case 6: {  // The rest comes from another.
+      case 6: {  // Replace the rest by that of another input.
         const Bytes& other = pick(corpus);
         const size_t from = below(other.size() + 1);
         bytes.erase(here, bytes.end());
@@ -170,12 +171,12 @@ class Mutator {
     }
   }
 
-  // Of a field, with all wire types.
+  // A tag of a field, of any wire type.
   Bytes tag() {
     return {static_cast<uint8_t>((1 + below(12)) << 3 | below(8))};
   }
 
-  // Around a power of two, as a varint or in 8 bytes.
+  // A number near a power of two, as a varint or in 8 bytes.
   Bytes number() {
     uint64_t value = (uint64_t{1} << below(64)) + below(3) - 1;
     Bytes bytes;
@@ -237,7 +238,7 @@ Bytes read_file(const std::filesystem::path& path) {
   return Bytes(std::istreambuf_iterator<char>(file), {});
 }
 
-// FNV-1a, for a name.
+// FNV-1a, for names of files.
 std::string hash(const uint8_t* data, size_t size) {
   uint64_t value = 0xcbf29ce484222325;
   for (size_t i = 0; i < size; ++i) value = (value ^ data[i]) * 0x100000001b3;
@@ -254,7 +255,7 @@ void write_file(const std::filesystem::path& path, const uint8_t* data,
              static_cast<std::streamsize>(size));
 }
 
-// In the child.
+// Runs in the child.
 class Fuzzer {
  public:
   Fuzzer(const Flags& flags, Shared& shared)
@@ -284,7 +285,8 @@ class Fuzzer {
   void try_input(const Bytes& input, bool keep) {
     shared_.size = std::min(input.size(), kMaxSize);
     std::copy_n(input.begin(), shared_.size, shared_.data.begin());
-    // In memory of its own, so that AddressSanitizer knows its end.
+    // A separate allocation, so that AddressSanitizer detects reads past the
+    // end.
     const Bytes copy(input.begin(),
                      input.begin() + static_cast<std::ptrdiff_t>(shared_.size));
     coverage_.begin();
@@ -312,8 +314,8 @@ class Fuzzer {
   std::vector<Bytes> corpus_;
 };
 
-// In the parent: waits for the child's end. Returns its status; -1 after a
-// hang.
+// Runs in the parent: waits for the child's end. Returns the status; -1 if the
+// child hung.
 int wait_for(pid_t child, const Shared& shared) {
   sigset_t signals;
   sigemptyset(&signals);
@@ -371,7 +373,7 @@ int main(int argc, char** argv) {
   if (child == 0) {
     Fuzzer(flags, shared).run();
     shared.finished = true;
-    return 0;  // LeakSanitizer speaks last.
+    return 0;  // LeakSanitizer reports after this.
   }
   const int status = wait_for(child, shared);
   if (status == 0) return 0;

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An ActorPool and evil servers: whatever these send, and in whatever order
-// their streams begin and end,
-//   * nothing but ActorError (or std::invalid_argument, for environments that
-//     do not fit a batch) comes out of run(), and what people read is
-//     printable;
-//   * every step is accounted for, at any moment;
-//   * a server that behaves afterwards gets its rollouts to the learner, and
-//     none of the places in learner batches is lost.
+// An ActorPool with malicious servers. Whatever they send, and in whatever
+// order their streams begin and end,
+//   * run() throws only ActorError, or std::invalid_argument for environments
+//     that do not fit a batch, and all messages are printable;
+//   * the numbers of steps add up at any moment;
+//   * rollouts of a server that behaves afterwards reach the learner, and no
+//     lane of a learner batch is lost.
 //
-// An input is a few bytes of options, and then what happens, one thing after
-// the other: see Game::act. What a well-behaved server would say next takes one
-// byte, so that inputs get deep into a run; there is a way to change bytes of
-// it, and one to send anything. One thread plays the servers, the agent and the
-// learner; the other one is the pool's.
+// An input is a few bytes of options, followed by the events: see Game::act.
+// The next message of a well-behaved server takes one byte, so that inputs
+// reach deep into a run. Other events send such a message with changed bytes,
+// or any bytes. One thread plays the servers, the agent and the learner; the
+// other runs the pool.
 
 #include <algorithm>
 #include <atomic>
@@ -31,26 +30,27 @@
 #include "fake_servers.h"
 #include "fuzz.h"
 #include "rollout_spec.h"
+#include "text.h"
 #include "wire.h"
 
 using namespace torchbeast;
 
 namespace {
 
-// More only takes time.
+// Larger limits take more time only.
 constexpr size_t kMaxStepBytes = 4096;
 constexpr int kMaxActs = 40;
 
-// The present stream of an actor, seen from its server.
+// The server's end of a stream's present connection.
 struct Link {
   StreamEvents* events = nullptr;
   bool started = false;
   bool connected = false;
   bool ended = false;
   uint64_t next_seq = 0;  // Of the Step that answers the last Action.
-  bool whole = true;      // That Step must be.
-  std::string announced;  // The last Welcome that was sent...
-  wire::Welcome welcome;  // ...and what it says.
+  bool whole = true;      // Whether that Step must hold all frames.
+  std::string announced;  // The last Welcome that was sent, encoded
+  wire::Welcome welcome;  // and decoded.
 };
 
 class EvilTransport final : public Transport {
@@ -72,8 +72,8 @@ class EvilTransport final : public Transport {
     for (size_t i = 0; i < links_.size(); ++i) close(i, "shut down", true);
   }
 
-  // Does something with a stream that has begun and not ended, while it cannot
-  // end otherwise. Returns whether there is one.
+  // Calls fn(link) if the stream is started and has not ended, and returns
+  // whether it did. The stream cannot end meanwhile.
   template <typename Fn>
   bool with(size_t stream, Fn fn) {
     std::lock_guard lock(events_mu_);
@@ -87,12 +87,12 @@ class EvilTransport final : public Transport {
     return true;
   }
 
-  // Brings the connection up, if it has begun.
+  // Calls on_connected if the stream is started. Returns whether it is open.
   bool is_open(size_t stream) {
     return with(stream, [](Link&) {});
   }
 
-  // Tells those that wait().
+  // Wakes wait().
   void notify() {
     std::lock_guard lock(mu_);
     ++num_changes_;
@@ -102,8 +102,8 @@ class EvilTransport final : public Transport {
     std::lock_guard lock(mu_);
     return num_changes_;
   }
-  // Waits until a stream begins or run() ends: not long, as the pool may also
-  // come to rest without either.
+  // Waits until a stream is started or run() ends, for a short time: the pool
+  // may also become idle without either.
   void wait(int64_t num_changes) {
     std::unique_lock lock(mu_);
     changed_.wait_for(lock, std::chrono::milliseconds(1),
@@ -113,7 +113,7 @@ class EvilTransport final : public Transport {
   void close(size_t stream, const std::string& why, bool transient) {
     with(stream, [&](Link& link) {
       link.ended = true;
-      link.events->on_closed(wire::printable(why, kMaxTextBytes), transient);
+      link.events->on_closed(printable(why, kMaxTextBytes), transient);
     });
   }
 
@@ -134,7 +134,7 @@ class EvilTransport final : public Transport {
       link_->next_seq = static_cast<uint64_t>(action.seq) + 1;
       link_->whole = action.whole;
     }
-    void cancel() override {}  // The server takes its time.
+    void cancel() override {}  // The stream ends when the input says so.
 
    private:
     EvilTransport& transport_;
@@ -146,7 +146,7 @@ class EvilTransport final : public Transport {
     return links_[stream];
   }
 
-  std::mutex events_mu_;  // Before mu_. Held during events.
+  std::mutex events_mu_;  // Lock order: before mu_. Held during callbacks.
   std::mutex mu_;
   std::vector<std::shared_ptr<Link>> links_;  // Guarded by mu_; `started` too.
   std::condition_variable changed_;
@@ -206,14 +206,14 @@ class Game {
       }
       if (!has_ended()) recover();
     } catch (const ActorError&) {
-      // Of the queue, which says why the pool failed. So does run().
+      // From the queue of a pool that has failed. run() throws it, too.
     } catch (const std::invalid_argument&) {
     }
     pool_->stop();
     runner.join();
     check();
     const PoolStats stats = pool_->stats();
-    // A queue whose pool has failed is empty.
+    // The queue of a pool that has failed is closed and empty.
     const int64_t queued = queue_->is_closed() ? 0 : queue_->size();
     REQUIRE(stats.in_flight == unroll_length_ * queued,
             std::to_string(stats.in_flight));
@@ -223,7 +223,7 @@ class Game {
   }
 
  private:
-  // In a thread of its own.
+  // Runs in its own thread.
   void run() {
     try {
       pool_->run();
@@ -240,7 +240,7 @@ class Game {
 
   bool has_ended() const { return ended_; }
 
-  // One thing that happens, to one of the streams.
+  // One event of one stream.
   void act() {
     const uint8_t code = input_.byte();
     const size_t stream = code / 16 % num_streams_;
@@ -254,7 +254,7 @@ class Game {
         say_step(stream);
         break;
       case 4:
-      case 5:  // Some steps as they should be.
+      case 5:  // Several correct steps.
         for (int n = 1 + input_.byte() % 16; n > 0; --n) {
           say_step(stream);
           answer();
@@ -294,7 +294,7 @@ class Game {
     }
   }
 
-  // With some bytes overwritten, put in, or left out.
+  // Overwrites, inserts or erases some bytes.
   std::string changed(std::string message) {
     for (int n = 1 + input_.byte() % 4; n > 0; --n) {
       const size_t at = message.empty() ? 0 : input_.number() % message.size();
@@ -334,8 +334,9 @@ class Game {
       }
       link.events->on_message(segments);
     });
-    // From the first one on, the pool accepts no other. If that came from
-    // another stream than the first, it begins again without a failure.
+    // After the first Welcome, the pool accepts no other. If it came from
+    // another stream than stream 0, that stream connects again without a
+    // failure.
     const PoolStats after = pool_->stats();
     const bool begins_again = before.states[stream] == StreamState::kGreeting &&
                               after.states[stream] == StreamState::kClosing &&
@@ -354,7 +355,7 @@ class Game {
     return total;
   }
 
-  // What the server should say now. Zeros for observations.
+  // The correct next message of the server. Observations are zeros.
   std::string next_step(size_t stream) {
     std::string message;
     transport_->with(stream, [&](Link& link) {
@@ -377,7 +378,7 @@ class Game {
     say(stream, next_step(stream));
   }
 
-  // The agent answers what it was asked, if anything: zeros.
+  // The agent answers one batch, if there is one, with zeros.
   void answer() {
     if (batcher_->size() == 0) return;
     const auto batch = batcher_->get_batch();
@@ -408,8 +409,8 @@ class Game {
     }
   }
 
-  // Waits until the pool's own thread has nothing to do. Not always long enough
-  // while no Welcome has been accepted: only one stream may begin then.
+  // Waits until the pool's thread is idle. May return early before the first
+  // Welcome is accepted: only one stream can connect then.
   void settle() {
     while (!has_ended()) {
       const int64_t num_changes = transport_->num_changes();
@@ -427,12 +428,12 @@ class Game {
           any_waiting = true;
         } else if (state == StreamState::kWaitingForInference) {
           asked += num_envs_;
-        } else {  // Without a stream, run() is about to return.
+        } else {  // If the stream is not open, run() is about to return.
           busy |= !is_open || state == StreamState::kConnecting ||
                   state == StreamState::kReceiving;
         }
       }
-      busy |= asked > batcher_->size();  // It is about to ask.
+      busy |= asked > batcher_->size();  // A stream is about to ask the agent.
       if (!busy && (!any_waiting || (any_open && stats.connects == 0))) return;
       transport_->wait(num_changes);
     }
@@ -450,8 +451,8 @@ class Game {
     }
   }
 
-  // All streams end, and the agent answers what it still owes. Then one of
-  // them fills every place that is free, so no batch stays half full.
+  // Ends all streams and answers all batches. Then one stream fills every free
+  // lane, so no batch may stay half full.
   void recover() {
     const auto end_all = [this] {
       for (int round = 0; round < 2; ++round) {
@@ -465,7 +466,7 @@ class Game {
     end_all();
     const PoolStats before = pool_->stats();
     if (has_ended() || before.connects == 0) return;
-    // At most 6 rollouts to a batch.
+    // A batch has at most 6 rollouts.
     int64_t left = 7 * unroll_length_ * (before.slabs_open + 1);
     const auto is_good = [&] {
       const PoolStats stats = pool_->stats();
@@ -478,7 +479,7 @@ class Game {
       settle();
       answer();
       if (pool_->stats().states[0] == StreamState::kClosing) {
-        transport_->close(0, "lost", true);  // Is there to be another one?
+        transport_->close(0, "lost", true);  // The pool may connect again.
         settle();
         REQUIRE(has_ended(), pool_->take_events().back());
       }
@@ -494,11 +495,11 @@ class Game {
   const size_t num_streams_;
   const size_t chunk_;
   const uint8_t options_;
-  std::string welcome_;  // What the pool accepts.
+  std::string welcome_;  // The Welcome that the pool accepts.
   std::shared_ptr<BatchingQueue> queue_;
   std::shared_ptr<DynamicBatcher> batcher_;
   std::unique_ptr<ActorPool> pool_;
-  EvilTransport* transport_;  // The pool's.
+  EvilTransport* transport_;  // Owned by the pool.
   const std::shared_ptr<BufferPool> buffers_ = BufferPool::create();
   std::atomic<bool> ended_{false};
 };

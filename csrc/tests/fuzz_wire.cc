@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The decoders of the learner: nothing but DecodeError and ActorError comes out
-// of them, and a message means the same however it is split.
+// The learner's decoders. They throw only DecodeError and ActorError, and
+// decode a message to the same result however it is split into parts.
 //
-// An input is: bytes per part (0: one part); the size of the first message, in
-// two bytes; that message; and a second one, which is read as what the first
-// one announces if that is a Welcome.
+// An input is: the bytes per part (0: one part); the size of the first message,
+// in two bytes; the first message; the second message. If the first one is a
+// Welcome, a Step in the second one is decoded by it.
 
 #include <algorithm>
 #include <optional>
@@ -16,13 +16,14 @@
 #include "fake_servers.h"
 #include "fuzz.h"
 #include "rollout_spec.h"
+#include "text.h"
 #include "wire.h"
 
 using namespace torchbeast;
 
 namespace {
 
-// Everything that a message says, as text, to compare.
+// The contents of a message as text, to compare.
 std::string text_of(const wire::Welcome& welcome) {
   std::string text = welcome.version + "|" + welcome.incarnation_id + "|" +
                      welcome.env + "|" + std::to_string(welcome.protocol) +
@@ -50,7 +51,7 @@ std::optional<EnvSpec> spec_of(wire::Welcome welcome, size_t nbytes) {
     return spec;
   } catch (const ActorError& error) {
     fuzz::require_printable(error.what());
-  } catch (const std::invalid_argument& error) {  // K is no part of a batch.
+  } catch (const std::invalid_argument& error) {  // K does not fit a batch.
     fuzz::require_printable(error.what());
   }
   return std::nullopt;
@@ -59,15 +60,16 @@ std::optional<EnvSpec> spec_of(wire::Welcome welcome, size_t nbytes) {
 std::string text_of(const Segments& message, const wire::Step& step) {
   std::string text = std::to_string(step.seq) + (step.newest_frames ? "+" : "");
   for (const wire::Piece& piece : step.arrays) {
-    const auto copy = std::make_unique<char[]>(piece.size);  // Not a byte more.
+    const auto copy = std::make_unique<char[]>(
+        piece.size);  // Of the exact size, for AddressSanitizer.
     wire::copy(message, piece, copy.get());
     text += "|" + std::string(copy.get(), piece.size);
   }
   return text;
 }
 
-// What the message says, or how it is refused. Leaves in `spec` what a Welcome
-// announces; a Step is read as `spec` says.
+// The contents of a message as text, or the error. A Welcome sets `spec`; a
+// Step is decoded by `spec`.
 std::string read(const Segments& message, std::optional<EnvSpec>& spec) {
   try {
     const auto [kind, body] = wire::open(message);
@@ -80,14 +82,14 @@ std::string read(const Segments& message, std::optional<EnvSpec>& spec) {
       }
       case wire::Kind::kStep: {
         if (!spec) return "";
-        static wire::Step step;  // Used again, as the pool does.
+        static wire::Step step;  // Reused, as in the pool.
         wire::decode_step(message, body, spec->welcome.step_arrays,
                           static_cast<size_t>(spec->num_envs), &step);
         return text_of(message, step);
       }
       case wire::Kind::kFailure: {
         const wire::Failure failure = wire::decode_failure(message, body);
-        fuzz::require_printable(wire::printable(failure.text, 1000));
+        fuzz::require_printable(printable(failure.text, 1000));
         return failure.text + (failure.permanent ? "!" : ".");
       }
       case wire::Kind::kGoodbye:

@@ -9,11 +9,12 @@
 #include <vector>
 
 #include "array.h"
+#include "batching_queue.h"
 #include "nest.h"
 
 namespace torchbeast {
 
-// An array with memory of its own: `values` in C order.
+// A new array with `values` in C order.
 inline Array array_of(Shape shape, std::vector<int64_t> values) {
   auto owner = std::make_shared<std::vector<int64_t>>(std::move(values));
   return {DType::kInt64, std::move(shape),
@@ -38,9 +39,14 @@ inline Nest row_nest(std::vector<int64_t> values) {
   return nest_of(array_of({1, rows}, std::move(values)));
 }
 
-// Its values again.
+// The values of a row_nest.
 inline std::vector<int64_t> values_of(const Nest& nest) {
   return values_of(nest.leaves.at(0));
+}
+
+// The values of the next batch of a queue of row_nest()s.
+inline std::vector<int64_t> dequeue_values(BatchingQueue& queue) {
+  return values_of(queue.dequeue_many().value());
 }
 
 }  // namespace torchbeast

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// As much of a test framework as these tests need. Include it in one file per
-// program: it brings main().
+// A small test framework. Include it in one .cc file per program: it defines
+// main().
 //
-// A failed check throws, and background() carries that to whoever asks for the
-// result. A test that takes longer than kDeadline ends the program, with its
-// name. To run some tests only, give their names as arguments.
+// A failed check throws; the future of background() rethrows the exception. A
+// test that takes longer than kDeadline ends the program and prints its name.
+// To run some tests only, give their names as arguments.
 
 #pragma once
 
@@ -32,7 +32,8 @@ template <typename... Parts>
 [[noreturn]] void fail(const char* where, int line, const Parts&... parts) {
   std::ostringstream text;
   ((text << where << ":" << line << ": ") << ... << parts);
-  std::fprintf(stderr, "%s\n", text.str().c_str());  // Even if nobody asks.
+  std::fprintf(stderr, "%s\n",
+               text.str().c_str());  // The exception may get lost in a thread.
   throw std::logic_error(text.str());
 }
 
@@ -65,7 +66,7 @@ auto background(Fn fn) {
   return std::async(std::launch::async, std::move(fn));
 }
 
-// Waits for a state, until the watchdog loses patience.
+// Waits until `reached()`. The watchdog ends the test after kDeadline.
 template <typename Condition>
 void wait_until(Condition reached) {
   while (!reached()) std::this_thread::sleep_for(std::chrono::milliseconds(1));

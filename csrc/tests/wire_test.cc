@@ -9,20 +9,21 @@
 
 #include "fake_servers.h"
 #include "testing.h"
+#include "text.h"
 
 using namespace torchbeast;
 using wire::DecodeError;
 
 namespace {
 
-// In memory of their own, so that AddressSanitizer sees every byte too many.
+// Separate allocations, so that AddressSanitizer detects reads past the end.
 Segments segments_of(const std::string& message, size_t chunk) {
   auto parts = std::make_shared<std::vector<std::vector<char>>>();
   for (size_t i = 0; i < message.size(); i += chunk) {
     const auto begin = message.begin() + static_cast<std::ptrdiff_t>(i);
     const size_t size = std::min(chunk, message.size() - i);
     parts->emplace_back(begin, begin + static_cast<std::ptrdiff_t>(size));
-    parts->emplace_back();  // Empty parts mean nothing.
+    parts->emplace_back();  // Empty parts are allowed.
   }
   Segments segments;
   for (const auto& part : *parts) {
@@ -139,7 +140,7 @@ TEST(hello_and_action_are_written_as_servers_read_them) {
   CHECK(fake::parse_hello(wire::hello_to_server(hello)).newest_frames);
   hello.truncation_is_done = true;
   CHECK(fake::parse_hello(wire::hello_to_server(hello)).truncation_is_done);
-  // By hand, from proto/torchbeast.proto.
+  // Encoded by hand, from proto/torchbeast.proto.
   CHECK_EQ(wire::action_to_server(258, {"ab", "c"}),
            std::string("\x12\x10\x09\x02\x01\0\0\0\0\0\0\x12\x02"
                        "ab\x12\x01"
@@ -209,7 +210,7 @@ TEST(options_are_kept_by_name_and_have_limits) {
   };
   const auto options = read({fake::option("skip", 8), fake::bytes(1, "x")});
   CHECK_EQ(options.size(), 2u);
-  CHECK_EQ(options.at("skip"), fake::number(2, 8));
+  CHECK_EQ(options.at("skip"), fake::number(2, 16));
   CHECK_EQ(options.at("x"), "");
   CHECK_THROWS(DecodeError, "the option 'skip' is there twice",
                read({fake::option("skip", 8), fake::option("skip", 4)}));
@@ -227,6 +228,25 @@ TEST(options_are_kept_by_name_and_have_limits) {
   CHECK_EQ(read(many).size(), wire::kMaxOptions);
   many.push_back(fake::option("one more", 1));
   CHECK_THROWS(DecodeError, "more than 64 options", read(many));
+}
+
+TEST(values_of_options_are_described_as_python_writes_them) {
+  const auto number = [](double value) {
+    return fake::varint(3 << 3 | 1) + fake::raw(value);
+  };
+  CHECK_EQ(wire::describe_value(fake::number(1, 1)), "True");
+  CHECK_EQ(wire::describe_value(fake::number(1, 0)), "False");
+  CHECK_EQ(wire::describe_value(fake::number(2, 8)), "4");
+  CHECK_EQ(wire::describe_value(fake::number(2, 7)), "-4");
+  CHECK_EQ(wire::describe_value(fake::number(2, ~uint64_t{0})),
+           "-9223372036854775808");
+  CHECK_EQ(wire::describe_value(number(0.25)), "0.25");
+  CHECK_EQ(wire::describe_value(number(-1e-300)), "-1e-300");
+  CHECK_EQ(wire::describe_value(number(4)), "4.0");
+  CHECK_EQ(wire::describe_value(fake::bytes(4, "a\x1b[2J")), "'a?[2J'");
+  CHECK_EQ(wire::describe_value(""), "nothing");
+  CHECK_EQ(wire::describe_value(number(0.25).substr(0, 5)), "unreadable");
+  CHECK_EQ(wire::describe_value(fake::number(4, 1)), "unreadable");
 }
 
 TEST(malformed_fields_are_refused) {
@@ -283,6 +303,32 @@ TEST(steps_must_be_what_the_welcome_said) {
                read(fake::bytes(2, two), 1));
 }
 
+TEST(a_newest_frame_has_the_range_of_the_last_frame) {
+  const wire::ArraySpec spec = {
+      {{false, "x"}}, DType::kInt64, {2, 3}, 48, true};
+  const wire::ValueRange range = {
+      spec.path, {0, 0, 0, 10, 20, 30}, {1, 2, 3, 14, 25, 36}};
+  const auto check = [&](const std::string& values) {
+    const Segments segments = segments_of(values, 7);
+    wire::check_range(segments, {0, 0, values.size()}, spec, range, 2);
+  };
+  const auto first = [](int64_t x) {
+    return fake::raw(int64_t{14}, x, int64_t{36});
+  };
+  const auto whole = [&](int64_t x) {
+    return fake::raw(int64_t{1}, int64_t{2}, int64_t{3}) + first(x);
+  };
+  check(first(25) + first(20));
+  check(whole(25) + whole(20));
+  for (const std::string& values :
+       {first(25) + first(19), whole(25) + whole(19)}) {
+    CHECK_THROWS(DecodeError,
+                 "array x of environment 1 in this stream has 19, expected 20 "
+                 "to 25",
+                 check(values));
+  }
+}
+
 TEST(layout_nests_arrays_by_their_paths) {
   const auto name = [](const std::string& text) {
     wire::Key key;
@@ -300,7 +346,7 @@ TEST(layout_nests_arrays_by_their_paths) {
     for (const auto& path : paths) specs.emplace_back().path = path;
     return wire::layout(specs);
   };
-  // Sorted, whatever the order in which they were listed.
+  // The keys are sorted, whatever the order of the arrays.
   const auto both = layout(
       {{name("b"), index(1)}, {name("a")}, {name("b"), index(0), name("z")}});
   CHECK_EQ(describe(*both.structure), "{a: *, b: ({z: *}, *)}");
@@ -318,15 +364,15 @@ TEST(layout_nests_arrays_by_their_paths) {
 }
 
 TEST(text_from_afar_is_made_printable) {
-  CHECK_EQ(wire::printable("a\tb\n\x1b[0m \xc3\xa9 \xff", 100),
+  CHECK_EQ(printable("a\tb\n\x1b[0m \xc3\xa9 \xff", 100),
            "a\tb\n?[0m \xc3\xa9 ?");
-  CHECK_EQ(wire::printable("\xc2\x9b\x32J \xc2\xa0", 100), "?2J \xc2\xa0");
-  CHECK_EQ(wire::printable("\xc3\xa9\xc3\xa9", 3), "\xc3\xa9");
-  CHECK(wire::is_utf8("\xf0\x9f\xa6\x81"));
-  CHECK(!wire::is_utf8("\xed\xa0\x80"));      // A surrogate.
-  CHECK(!wire::is_utf8("\xf4\x90\x80\x80"));  // Over U+10FFFF.
-  CHECK(!wire::is_utf8("\xe0\x80\x80"));      // Longer than it needs to be.
-  CHECK(!wire::is_utf8("\xc3"));
+  CHECK_EQ(printable("\xc2\x9b\x32J \xc2\xa0", 100), "?2J \xc2\xa0");
+  CHECK_EQ(printable("\xc3\xa9\xc3\xa9", 3), "\xc3\xa9");
+  CHECK(is_utf8("\xf0\x9f\xa6\x81"));
+  CHECK(!is_utf8("\xed\xa0\x80"));      // A surrogate.
+  CHECK(!is_utf8("\xf4\x90\x80\x80"));  // Over U+10FFFF.
+  CHECK(!is_utf8("\xe0\x80\x80"));      // An overlong encoding.
+  CHECK(!is_utf8("\xc3"));
 }
 
 TEST(random_changes_are_read_or_refused) {

@@ -12,12 +12,13 @@ import collections
 import sys
 
 import monobeast
-from core import losses, rollouts
+from core.actors import shared_memory
+from core.algorithm import update
 
 
 def hold_back(lag: int) -> None:
     """Let SharedWeights publish the weights of `lag` updates ago."""
-    publish = rollouts.SharedWeights.publish
+    publish = shared_memory.SharedWeights.publish
     held = collections.deque(maxlen=lag + 1)
 
     def publish_old(self, tensors, version):
@@ -25,12 +26,12 @@ def hold_back(lag: int) -> None:
             held.append(({k: v.clone() for k, v in tensors.items()}, version))
         publish(self, *held[0])
 
-    rollouts.SharedWeights.publish = publish_old
+    shared_memory.SharedWeights.publish = publish_old
 
 
 def trust_old_actions() -> None:
     """Let the loss take the learner's policy for the one that has acted."""
-    impala_loss = losses.impala_loss
+    impala_loss = update.impala_loss
 
     def uncorrected(outputs, batch, **options):
         batch = {**batch, "policy_logits": outputs["policy_logits"].detach()}
@@ -38,7 +39,7 @@ def trust_old_actions() -> None:
         batch["policy_logits"] = batch["policy_logits"].roll(1, dims=0)
         return impala_loss(outputs, batch, **options)
 
-    losses.impala_loss = uncorrected
+    update.impala_loss = uncorrected
 
 
 def main() -> int:

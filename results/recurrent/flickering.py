@@ -9,7 +9,7 @@ As Hausknecht & Stone 2015 (arXiv:1507.06527) did with Atari's Pong.
 import gymnasium as gym
 import numpy as np
 
-from core import environment
+from core.environments.make import make
 
 
 class Flickering(gym.ObservationWrapper):
@@ -27,4 +27,4 @@ class Flickering(gym.ObservationWrapper):
 
 
 def make_breakout() -> gym.Env:
-    return Flickering(environment.make("MinAtar/Breakout-v1"))
+    return Flickering(make("MinAtar/Breakout-v1"))

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from atari_wrappers import make_atari
-from core import classic_atari, environment
-from core.spaces import map_nest
+from core.environments import classic_atari, stepping
+from core.environments import make as make_module
+from core.environments.classic_gym import convert_space
+from core.nests import map_nest
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 240  # For a subprocess that imports torch on a busy machine.
@@ -38,7 +40,7 @@ NUMPY_1_ONLY = pytest.mark.skipif(
     ["CartPole-v1", "MountainCar-v0", pytest.param("Acrobot-v1", marks=NUMPY_1_ONLY)],
 )
 def test_classic_control_plays_as_in_gymnasium(env_id):
-    ours, theirs = environment.make(f"gym:{env_id}"), gymnasium.make(env_id)
+    ours, theirs = make_module.make(f"gym:{env_id}"), gymnasium.make(env_id)
     assert isinstance(ours.unwrapped, classic_gym.Env)
     assert ours.action_space == theirs.action_space
     rng = np.random.default_rng(1)
@@ -56,9 +58,7 @@ def test_classic_control_plays_as_in_gymnasium(env_id):
 
 
 def test_continuous_actions_reach_a_classic_environment():
-    envs = environment.Environments(
-        lambda: environment.make("gym:Pendulum-v1"), 2, seed=3
-    )
+    envs = stepping.Environments(lambda: make_module.make("gym:Pendulum-v1"), 2, seed=3)
     rows = first_rows(envs)
     assert rows["last_action"].shape == (2, 1)
     action = np.array([[1.5], [-0.5]], np.float32)
@@ -75,10 +75,10 @@ def old_api(max_episode_steps):
     return classic_gym.wrappers.StepAPICompatibility(env, output_truncation_bool=False)
 
 
-@pytest.mark.parametrize("make", [old_api, lambda n: environment.make(
+@pytest.mark.parametrize("make", [old_api, lambda n: make_module.make(
     "gym:CartPole-v1", max_episode_steps=n)], ids=["4-tuple", "5-tuple"])  # fmt: skip
 def test_a_time_limit_of_classic_gym_truncates(make):
-    envs = environment.Environments(lambda: make(7), 1, seed=3)
+    envs = stepping.Environments(lambda: make(7), 1, seed=3)
     rows = first_rows(envs)
     for step in range(1, 8):
         envs.step(np.array([step % 2]), rows)
@@ -90,7 +90,7 @@ def test_a_time_limit_of_classic_gym_truncates(make):
 
 
 def test_an_old_step_that_ends_without_a_time_limit_terminates():
-    envs = environment.Environments(lambda: old_api(500), 1, seed=3)
+    envs = stepping.Environments(lambda: old_api(500), 1, seed=3)
     rows = first_rows(envs)
     for _ in range(100):
         envs.step(np.array([1]), rows)  # Falls over.
@@ -111,12 +111,12 @@ def test_spaces_of_classic_gym_become_those_of_gymnasium():
             c=spaces.MultiDiscrete([2, 3, 5]),
         )
 
-    assert environment.convert_space(nest(classic)) == nest(new)
+    assert convert_space(nest(classic)) == nest(new)
 
 
 def test_an_unknown_classic_id_names_what_is_near():
     with pytest.raises(ValueError, match="gym:CartPole-v1"):
-        environment.make("gym:CartPol-v1")
+        make_module.make("gym:CartPol-v1")
 
 
 # ----------------------------------------------------------------------------- Atari

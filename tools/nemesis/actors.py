@@ -19,8 +19,10 @@ import time
 from typing import Any
 
 import monobeast
-from core.spaces import map_nest
-from core.supervise import Exit, start_thread
+from core.algorithm.update import Learner
+from core.errors import Exit
+from core.nests import map_nest
+from core.running.supervise import start_thread
 from tests.counting_env import check_rollout, decode
 from tools.nemesis.programs import ENDLESS, wait_for, workplace
 from tools.nemesis.result import Result, spread
@@ -43,19 +45,19 @@ def measure(flags: argparse.Namespace) -> Result:
     rng = random.Random(flags.seed)
     examiner = Examiner()
     killer = Killer(flags.kills, rng)
-    learn = monobeast.learn
+    update = Learner.update
 
     class Watched(WatchedActors):
         def start(self) -> None:
             super().start()
             killer.begin(self)
 
-    def examine_and_learn(flags: Any, learner: Any, batch: Any, *more: Any) -> None:
+    def examine_and_update(learner: Learner, batch: Any, *more: Any) -> None:
         examiner.examine(batch)
-        learn(flags, learner, batch, *more)
+        update(learner, batch, *more)
 
-    with workplace() as folder, replaced("learn", examine_and_learn):
-        with replaced("Actors", Watched):
+    with workplace() as folder, replaced(Learner, "update", examine_and_update):
+        with replaced(monobeast, "Actors", Watched):
             status = monobeast.main([*FLAGS, "--savedir", str(folder)])
     actors = killer.end()
     owned = actors.owned()
@@ -89,13 +91,13 @@ def measure(flags: argparse.Namespace) -> Result:
 
 
 @contextlib.contextmanager
-def replaced(name: str, ours: Any):
-    theirs = getattr(monobeast, name)
-    setattr(monobeast, name, ours)
+def replaced(owner: Any, name: str, ours: Any):
+    theirs = getattr(owner, name)
+    setattr(owner, name, ours)
     try:
         yield
     finally:
-        setattr(monobeast, name, theirs)
+        setattr(owner, name, theirs)
 
 
 class WatchedActors(monobeast.Actors):

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from core import checkpoint
-from core.supervise import exit_with_parent
+from core.running import atomic, checkpoint
+from core.running.supervise import exit_with_parent
 from tools.nemesis.programs import FLAGS, SIZES, Program, workplace
 from tools.nemesis.result import Result
 
@@ -150,6 +150,7 @@ def kill_in_saves(
             except EOFError:
                 break
         reader.close()
+        atomic.sweep(directory)  # As the next start of a run does.
         seen["kills"] += 1
         seen["in_a_save"] += events[-1] == b"begin"
         number += events.count(b"end")
@@ -168,7 +169,7 @@ def kill_in_saves(
             seen["unreadable"] += 1
         else:
             number = found.state["number"]
-        seen["half_saves"] += any(directory.glob(".tmp-*"))
+        seen["half_saves"] += any(directory.glob(".*tmp-*"))
     return seen
 
 
@@ -231,15 +232,10 @@ def fill_disks(folder: Path, count: int, rng: random.Random) -> Counter[str]:
     seen: Counter[str] = Counter()
     flags = [*FLAGS, *SIZES["monobeast"], "--log_interval_s", "5"]
     with Program("monobeast", folder, *flags) as program:
-
-        def warnings() -> int:
-            return program.text().count("Training goes on.")
-
         program.wait_for(program.newest)
         for _ in range(count):
-            before = warnings()
             set_file_size(program.pid, rng.randrange(100_000, 300_000))
-            program.wait_for(lambda: warnings() > before)  # noqa: B023
+            program.wait_until_saves_fail(lambda: True)
             seen["full"] += 1
             found = checkpoint.load(program.checkpoints)
             assert found is not None
@@ -249,6 +245,7 @@ def fill_disks(folder: Path, count: int, rng: random.Random) -> Counter[str]:
             seen["saved_again"] += 1
         program.process.terminate()
         assert program.wait() == 75, program.text()
+        assert program.failed_saves() >= count, program.text()
     return seen
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from core import toys
+from core.environments import toys
 from tests.counting_env import CountingEnv
 
 STEP_S = 0.002  # As of a small game; or two cores would do nothing but count.

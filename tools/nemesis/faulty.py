@@ -12,8 +12,8 @@ import time
 
 import gymnasium as gym
 
-from core import environment
-from core.toys import Catch
+from core.environments.make import make
+from core.environments.toys import Catch
 
 P_CRASH, P_STALL = 0.001, 0.0002  # Per step of each environment.
 
@@ -51,7 +51,7 @@ def make_catch() -> gym.Env:
 def make_breakout() -> gym.Env:
     # minatar imports them to draw: a second of CPU time for each new process.
     sys.modules.update(dict.fromkeys(["matplotlib", "seaborn"]))
-    return Faulty(environment.make("MinAtar/Breakout-v1"))
+    return Faulty(make("MinAtar/Breakout-v1"))
 
 
 class Hanging(Catch):

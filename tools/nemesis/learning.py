@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import psutil
 
-from core.supervise import Exit
+from core.errors import Exit
 from tools.nemesis.faulty import P_CRASH, P_STALL
 from tools.nemesis.programs import Program, wait_for, workplace
 from tools.nemesis.result import Result

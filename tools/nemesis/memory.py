@@ -2,8 +2,9 @@
 """Environments that take all memory of a container: who is killed for it?
 
 Both programs train Catch in a memory cgroup of their own (this needs root), until an
-environment takes what is left. The kernel must kill that server or actor, not the
-learner, and the run must go on with another one.
+environment takes what is left: little, so that the learner has most of the memory. The
+kernel must kill that server or actor, not the learner, and the run must go on with
+another one.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from tools.nemesis.result import Result
 from tools.nemesis.training import Training
 
 CGROUP = Path("/sys/fs/cgroup")
-ROOM = 150 * 2**20  # Beyond what the run takes: less than a learner has.
+ROOM = 40 * 2**20  # Beyond what the run takes: much less than a learner has.
 NUM_WORKERS = 2
 SIZES = {
     "polybeast": ["--num_servers", str(NUM_WORKERS), "--batch_size", "8"],
@@ -34,32 +35,42 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(flags: argparse.Namespace) -> Result:
     rng = random.Random(flags.seed)
-    injected = {}
+    injected, replaced = {}, {}
     for trainer, sizes in SIZES.items():
         training = Training(
             trainer, "--env", "tools.nemesis.environments:make_greedy", *sizes
         )
         with memory_cgroup(training.process.pid) as cgroup, training as run:
-            for kill in range(1, flags.kills + 1):
+            for _ in range(flags.kills):
                 cgroup.set_room(ROOM)
                 victim = f"{run.worker}-{rng.randrange(NUM_WORKERS)}"
+                pid = run.pids[victim]
                 order_file(run.folder, victim, "memory").touch()
-                run.wait_until(lambda: run.kills() >= kill)  # noqa: B023
+                run.wait_until(lambda: run.pids[victim] != pid)  # noqa: B023
                 rows = len(run.rows())
                 run.wait_until(lambda: len(run.rows()) > rows + 1)  # noqa: B023
-            injected[trainer] = run.kills()
-    return Result(injected, dict.fromkeys(SIZES, flags.kills), {})
+            injected[trainer] = cgroup.kills()
+            replaced[trainer] = run.replaced
+    found = Result(injected, dict.fromkeys(SIZES, flags.kills), {"replaced": replaced})
+    found.require(injected == replaced, f"{injected} killed, {replaced} replaced")
+    return found
 
 
 class MemoryCgroup:
     """A memory cgroup, of version 1 or 2."""
 
-    def __init__(self, path: Path, usage: str, limit: str):
-        self._path, self._usage, self._limit = path, path / usage, path / limit
+    def __init__(self, path: Path, usage: str, limit: str, events: str):
+        self._usage, self._limit = path / usage, path / limit
+        self._events = path / events
 
     def set_room(self, nbytes: int) -> None:
         """Let its processes take so much more than they have."""
         self._limit.write_text(str(int(self._usage.read_text()) + nbytes))
+
+    def kills(self) -> int:
+        """Return how many processes the kernel has killed in it."""
+        words = self._events.read_text().split()
+        return int(words[words.index("oom_kill") + 1])
 
 
 @contextlib.contextmanager
@@ -70,10 +81,9 @@ def memory_cgroup(pid: int) -> Iterator[MemoryCgroup]:
     path.mkdir()
     try:
         (path / "cgroup.procs").write_text(str(pid))
-        files = ("memory.usage_in_bytes", "memory.limit_in_bytes")
-        yield MemoryCgroup(
-            path, *(files if is_v1 else ("memory.current", "memory.max"))
-        )
+        v1 = ("memory.usage_in_bytes", "memory.limit_in_bytes", "memory.oom_control")
+        v2 = ("memory.current", "memory.max", "memory.events")
+        yield MemoryCgroup(path, *(v1 if is_v1 else v2))
     finally:
         wait_for(lambda: not (path / "cgroup.procs").read_text())
         path.rmdir()

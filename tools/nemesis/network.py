@@ -7,6 +7,10 @@ SIGSTOP of the server's process, a reset an RST to both ends, a flip one bit of 
 forwarded, a half-close a FIN to one end while the other's way stays open. `noticed_s`
 counts from the beginning of a fault, `back_s` from its end to the next step of that
 server. Every rollout is checked by arithmetic meanwhile.
+
+Then the same without TLS, and only flips: it is counted how many were noticed, and how
+many rollouts were learned with rows that no environment has sent. There is no goal:
+nothing but TLS tells a flipped bit of an observation from another observation.
 """
 
 import argparse
@@ -19,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from core import tls
+from core.remote import tls
 from tools.certs import main as make_certs
 from tools.nemesis import playground
 from tools.nemesis.proxy import Proxies
@@ -29,6 +33,7 @@ KEEPALIVE_S = 1.0
 LONGEST_S = 6.0  # After it was noticed: attempts to connect fail, too.
 KINDS = ("blackholes", "freezes", "resets", "flips", "half_closes")
 NOTICED_S, BACK_S = 3.0, 1.5  # At most.
+PLAINTEXT_STEPS = 400  # Of a server between two flips: failures are not in a row.
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +42,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resets", type=int, default=50)
     parser.add_argument("--flips", type=int, default=50)
     parser.add_argument("--half_closes", type=int, default=50)
+    parser.add_argument(
+        "--plaintext_flips", type=int, default=50, help="of bits without TLS"
+    )
     parser.add_argument("--num_servers", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
 
@@ -90,9 +98,13 @@ def measure(flags: argparse.Namespace) -> Result:
         settled = playground.settle(servers, learner)
 
     injected = Counter(fault.kind for fault in storm.faults)
-    found = Result(injected, asked, {"keepalive_s": KEEPALIVE_S})
+    plaintext = flip_plaintext(flags, rng)
+    injected["plaintext_flips"] = plaintext["flips"]
+    asked["plaintext_flips"] = flags.plaintext_flips
+    figures = {"keepalive_s": KEEPALIVE_S, "plaintext": plaintext}
+    found = Result(injected, asked, figures)
     playground.require_conservation(found, storm, learner, settled)
-    for kind in asked:
+    for kind in KINDS:
         faults = [fault for fault in storm.faults if fault.kind == kind]
         noticed = spread([fault.noticed_s() for fault in faults])
         back = spread([fault.back_s() for fault in faults])
@@ -106,6 +118,35 @@ def measure(flags: argparse.Namespace) -> Result:
             f"back from {kind} after {back} s, expected {BACK_S} at most",
         )
     return found
+
+
+def flip_plaintext(flags: argparse.Namespace, rng: random.Random) -> dict[str, int]:
+    """Flip bits of what servers and learner say without TLS; count what comes of it."""
+    argv = ["--server_address", "127.0.0.1:0", "--keepalive_s", str(KEEPALIVE_S)]
+    flips = 0
+    with (
+        playground.Servers(flags.num_servers, *argv) as servers,
+        Proxies(servers.addresses) as proxies,
+        playground.play(
+            servers, proxies.addresses, seed=flags.seed, keepalive_s=KEEPALIVE_S
+        ) as learner,
+    ):
+        steps = [0] * flags.num_servers  # When its last flip was.
+        while flips < flags.plaintext_flips:
+            i = rng.randrange(flags.num_servers)
+            state = learner.stats()["addresses"][proxies.addresses[i]]
+            if state["connected"] and state["steps"] > steps[i] + PLAINTEXT_STEPS:
+                proxies.flip(i)
+                steps[i] = state["steps"]
+                flips += 1
+            servers.check()
+            time.sleep(playground.POLL_S)
+        playground.settle(servers, learner)
+        lost = sum(
+            not event.endswith("connected again") for event in learner.take_events()
+        )
+    wrong = learner.ledger.spliced
+    return {"flips": flips, "streams_lost": lost, "rollouts_wrong": wrong}
 
 
 @contextlib.contextmanager

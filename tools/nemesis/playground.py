@@ -10,7 +10,6 @@ which life of which stream it belongs to, and which row of that life it is.
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import re
@@ -27,11 +26,11 @@ from typing import Any
 import psutil
 import torch
 
-import core.flags
 import libtorchbeast
-from core.spaces import Nest, leaves, map_nest
-from core.supervise import start_thread
-from polybeast_env import DELIVERED_STEPS
+from core.nests import Nest, leaves, map_nest
+from core.remote import server_flags
+from core.remote.supervisor import DELIVERED_STEPS
+from core.running.supervise import from_child, start_thread
 from tests import counting_env
 from tools.nemesis.environments import FOLDER
 from tools.nemesis.result import REPOSITORY, Result
@@ -150,12 +149,9 @@ def row_number(place: counting_env.Place) -> int:
 
 
 def plain(line: str) -> str:
-    """Return what a program printed, also if it wrote (level, text) for a parent."""
-    try:
-        _, text = json.loads(line)
-    except (ValueError, TypeError):
-        return line.rstrip() or " "
-    return text
+    """Return the text of a line that a program printed, also if it is for a parent."""
+    _, text, _ = from_child(line)
+    return text or " "
 
 
 class Program:
@@ -164,23 +160,24 @@ class Program:
     Its environments are those of tools/nemesis/environments.py.
     """
 
-    def __init__(self, *argv: str):
+    def __init__(self, *argv: str, variables: Mapping[str, str] | None = None):
         self.lines: list[tuple[float, str]] = []  # When each came, and the line.
         self.pids: dict[str, int] = {}  # "server-3": its present process.
+        self.replaced = 0  # Processes that others took the place of.
         self._stack = contextlib.ExitStack()
         folder = tempfile.TemporaryDirectory(prefix="nemesis-")
         self.folder = Path(self._stack.enter_context(folder))
         self.process = subprocess.Popen(
             [sys.executable, "-m", *(word.format(self.folder) for word in argv)],
             cwd=REPOSITORY,
-            env={**os.environ, FOLDER: str(self.folder)},
+            env={**os.environ, **(variables or {}), FOLDER: str(self.folder)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
         )
-        self._stack.callback(self._end)
+        self._stack.callback(self.stop)
         self._reader = start_thread("output", self._read)
 
     def __enter__(self) -> "Program":
@@ -195,12 +192,14 @@ class Program:
             for part in plain(line).splitlines():
                 self.lines.append((time.monotonic(), part))
             if match := re.search(r"(\S+-\d+) is process (\d+)", line):
+                self.replaced += match[1] in self.pids
                 self.pids[match[1]] = int(match[2])
 
-    def _end(self) -> None:
+    def stop(self) -> int:
+        """End it with SIGTERM; return its exit status, once all its lines are here."""
         self.process.terminate()
         try:
-            self.process.wait(START_S)
+            return self.process.wait(START_S)
         finally:
             self.process.kill()
             self._reader.result(START_S)
@@ -248,7 +247,7 @@ class Servers(Program):
     def __enter__(self) -> "Servers":
         with self._stack:  # Should they not start.
             self.wait_until(lambda: self.find(SERVING))
-            self.addresses = core.flags.addresses(self.find(SERVING)[0][1])
+            self.addresses = server_flags.addresses(self.find(SERVING)[0][1])
             self._stack = self._stack.pop_all()
         return self
 

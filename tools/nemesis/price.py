@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from core.supervise import num_cores
+from core.running.machine import num_cores
 from tools.nemesis.result import Result
 from tools.nemesis.training import Training
 
@@ -44,7 +44,7 @@ def measure(flags: argparse.Namespace) -> Result:
                 sps[with_kills] = phase(training, servers if with_kills else None)
             prices.append(1 - sps[True] / sps[False])
             rates.append(sps[False])
-        kills = training.kills()
+        kills = training.replaced
     price = statistics.median(prices)
     found = Result(
         {"kills": kills},

@@ -4,6 +4,7 @@
 import contextlib
 import os
 import random
+import re
 import secrets
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from core import checkpoint
+from core.running import checkpoint
 from tools.nemesis.result import REPOSITORY
 
 DEADLINE_S = 60.0  # For anything awaited.
 POLL_S = 0.002
+QUIET_S = 2.0  # Many ticks of a main loop, and with FLAGS each saves.
 MODULES = ("monobeast", "polybeast")
 ENDLESS = "1000000000"
 MARK = "TORCHBEAST_NEMESIS"  # In the environment of each process of a program.
@@ -93,6 +95,26 @@ class Program:
         """
         if not came_true(condition, self.is_running):
             raise RuntimeError(f"{condition} is not true of:\n{self.text()}")
+
+    def wait_until_saves_fail(self, condition: Callable[[], object]) -> None:
+        """Wait until it is true and no checkpoint has come for QUIET_S.
+
+        Warnings do not tell: the same one again is only counted.
+        """
+        newest, since = self.newest(), time.monotonic()
+
+        def is_quiet() -> bool:
+            nonlocal newest, since
+            if not condition() or self.newest() != newest:
+                newest, since = self.newest(), time.monotonic()
+            return time.monotonic() - since > QUIET_S
+
+        self.wait_for(is_quiet)
+
+    def failed_saves(self) -> int:
+        """Return how many saves failed, according to the last lines of a run."""
+        found = re.search(r"(\d+) x [^;]*Training goes on", self.text())
+        return int(found[1]) if found else 0
 
     def wait(self) -> int:
         """Return the exit status."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core.supervise import num_cores
+from core.running.machine import num_cores
 
 REPOSITORY = Path(__file__).parents[2]
 

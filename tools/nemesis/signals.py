@@ -18,8 +18,8 @@ import re
 import signal
 import time
 
-from core import checkpoint
-from core.supervise import Exit
+from core.errors import Exit
+from core.running import checkpoint
 from tools.nemesis.programs import (
     FLAGS,
     MODULES,

@@ -74,7 +74,7 @@ def measure(flags: argparse.Namespace) -> Result:
                     samples[f"{training.trainer} {name}"].append(sample)
             time.sleep(SAMPLE_S)
         for training in trainings:
-            kills[training.trainer] = training.kills()
+            kills[training.trainer] = training.replaced
             speeds[training.trainer] = last_to_first(training.rows())
     slopes = {name: slope(taken, length_s) for name, taken in samples.items()}
     found = Result(

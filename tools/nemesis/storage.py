@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from core import checkpoint
+from core.running import checkpoint
 from tools.nemesis.programs import FLAGS, MODULES, SIZES, Program, workplace
 from tools.nemesis.result import Result
 
@@ -39,28 +39,32 @@ def measure(flags: argparse.Namespace) -> Result:
                     seen += exhaust_inodes(program)
                 program.process.terminate()
                 seen["full_shm"] += program.wait() == 75
+                seen["failed"] += min(flags.count, program.failed_saves())
     found = Result(
         {key: seen[key] for key in ("full_shm", "without_inodes")},
         {"full_shm": len(MODULES), "without_inodes": flags.count * len(MODULES)},
         {"checkpoints_lost": seen["lost"], "saved_again": seen["saved_again"]},
+    )
+    found.require(
+        seen["failed"] == seen["without_inodes"],
+        f"{seen['failed']} failed saves, expected {seen['without_inodes']} at least",
     )
     found.require(seen["lost"] == 0, f"{seen['lost']} checkpoints lost")
     return found
 
 
 def exhaust_inodes(program: Program) -> Counter[str]:
-    """Take all inodes of a program's disk until it says so; count what came of it."""
+    """Take all inodes of a disk until no save succeeds; count what came of it."""
     seen: Counter[str] = Counter()
     disk = program.run_dir.parent
-    before = program.text().count("Training goes on.")
     ours: list[Path] = []
 
     def has_none() -> bool:
         # Again and again: the end of a save that was under way frees one.
         ours.extend(files_without_end(disk, len(ours)))
-        return program.text().count("Training goes on.") > before
+        return True
 
-    program.wait_for(has_none)
+    program.wait_until_saves_fail(has_none)
     seen["without_inodes"] += 1
     found = checkpoint.load(program.checkpoints)
     seen["lost"] += found is None or bool(found.rejected)

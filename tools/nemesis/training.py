@@ -4,6 +4,7 @@
 import csv
 import os
 import signal
+from collections.abc import Mapping
 
 import psutil
 
@@ -13,7 +14,9 @@ from tools.nemesis import playground
 class Training(playground.Program):
     """`python -m polybeast` or `monobeast`, once it has learned something."""
 
-    def __init__(self, trainer: str, *argv: str):
+    def __init__(
+        self, trainer: str, *argv: str, variables: Mapping[str, str] | None = None
+    ):
         self.trainer = trainer
         self.worker = {"polybeast": "server", "monobeast": "actor"}[trainer]
         super().__init__(
@@ -22,6 +25,7 @@ class Training(playground.Program):
             *("--savedir", "{}", "--xpid", "run", "--total_steps", str(10**12)),
             *("--log_interval_s", "1"),
             *argv,
+            variables=variables,
         )
 
     def __enter__(self) -> "Training":
@@ -42,10 +46,6 @@ class Training(playground.Program):
     def kill(self, worker: int) -> None:
         """Kill a server or actor."""
         os.kill(self.pids[f"{self.worker}-{worker}"], signal.SIGKILL)
-
-    def kills(self) -> int:
-        """Return how many of them the trainer says were killed."""
-        return len(self.find(r"(Server|Actor) \d+ died \(killed by SIGKILL"))
 
     def workers(self) -> dict[str, int]:
         return {n: pid for n, pid in self.pids.items() if n.startswith(self.worker)}

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before MonoBeast's actors start: spaces, the layout of the buffers, memory, seeds."""
+
+import argparse
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from core.actors import shared_memory
+from core.environments.stepping import Environments, env_seed
+from core.errors import ConfigError
+from core.nests import ArraySpec, Nest
+from core.rollout import Spaces, row_spec
+from core.running.machine import check_resources
+from core.running.unit import limit_calls
+
+log = logging.getLogger(__name__)
+
+
+def read_spaces(create_env: Callable[[], Any], limit_s: float) -> Spaces:
+    """Create one environment to ask for its spaces.
+
+    Args:
+      limit_s: for each call into the environment (--env_step_timeout_s).
+
+    Raises:
+      ConfigError: there is no such environment, or its spaces cannot be learned.
+    """
+    with limit_calls(limit_s) as clock:
+        try:
+            envs = Environments(create_env, 1, seed=0, clock=clock)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        with contextlib.closing(envs):
+            return Spaces(envs.observation_space, envs.action_space)
+
+
+def rollout_specs(
+    flags: argparse.Namespace,
+    spaces: Spaces,
+    net: Any,
+    outputs: Mapping[str, ArraySpec],
+) -> tuple[dict[str, Nest], list[ArraySpec]]:
+    """Return the specs of one row of one environment, and of the recurrent state.
+
+    Args:
+      net: the trainer's Net; its `initial_state` is [layers, E, hidden] each.
+      outputs: the specs of its outputs, for one row of one environment.
+    """
+    row = row_spec(spaces.observation, spaces.action, flags.info_keys)
+    row |= {
+        "action": row["last_action"],
+        **outputs,
+        "policy_version": ArraySpec((), np.dtype(np.int64)),
+    }
+    state = net.initial_state(flags.envs_per_actor)
+    return row, [ArraySpec(tuple(s.shape), np.dtype(np.float32)) for s in state]
+
+
+def create_buffers(
+    flags: argparse.Namespace,
+    spaces: Spaces,
+    net: Any,
+    outputs: Mapping[str, ArraySpec],
+) -> shared_memory.RolloutBuffers:
+    """Check that the machine has what the run needs, log it, and allocate the buffers.
+
+    Args:
+      net, outputs: as for `rollout_specs`.
+
+    Raises:
+      ConfigError: there is not enough; the message has both numbers and the remedy.
+    """
+    row, state = rollout_specs(flags, spaces, net, outputs)
+    sizes = {
+        "num_buffers": math.ceil(flags.num_buffers / flags.envs_per_actor),
+        "unroll_length": flags.unroll_length,
+        "envs_per_actor": flags.envs_per_actor,
+    }
+    slabs = shared_memory.buffer_specs(row, state, **sizes)
+    weights = sum(t.numel() * t.element_size() for t in net.state_dict().values())
+    for line in check_resources(
+        shared_bytes=shared_memory.nbytes(slabs) + weights,
+        memory_folder=shared_memory.memory_folder(),
+        files=64 + 8 * flags.num_actors,
+        processes=1 if flags.serial else flags.num_actors + 1,
+    ):
+        log.info("Preflight: %s", line)
+    return shared_memory.RolloutBuffers(row, state, **sizes)
+
+
+def first_env_seeds(flags: argparse.Namespace, first_incarnation: int) -> list[int]:
+    """Return the seed of each environment's first game in this start of the run."""
+    A, E = flags.num_actors, flags.envs_per_actor
+    # `Actors` numbers its processes in the order in which they start. With --serial all
+    # actors have the same incarnation.
+    incarnations = [first_incarnation + (0 if flags.serial else i) for i in range(A)]
+    return [env_seed(flags.seed, i, incarnations[i // E], 0) for i in range(A * E)]

@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Actors`: MonoBeast's actor processes, and which of them fills which buffer.
+
+    the program                                         an actor process
+    Actors.poll ──────── pipe: the index of a buffer ────────► ActorProcess.fill_buffers
+                ◄─────── pipe: "buffer i is full" ────────────   calls actor.unroll(i)
+
+Each actor process has its own `core.running.unit.Unit` and its own pipe, so an actor
+that is killed cannot leave behind a lock that another process waits for.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import faulthandler
+import logging
+import multiprocessing
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from typing import Any, Protocol
+
+import numpy as np
+from torch import nn
+
+from core.actors import fork_server
+from core.actors.shared_memory import RolloutBuffers, SharedArrays, SharedWeights
+from core.algorithm.counters import BusyTime
+from core.environments.stepping import Environments, env_seed
+from core.nests import ArraySpec
+from core.running import terminal
+from core.running.compute import set_torch_threads
+from core.running.machine import be_killed_first_for_memory, lower_priority
+from core.running.randomness import seed_rng
+from core.running.signals import STOP_SIGNALS, kill_if_hung, show_stacks
+from core.running.supervise import RestartBudget, describe_exit, start_thread
+from core.running.unit import Unit
+
+log = logging.getLogger(__name__)
+
+# The message of an actor that has filled a buffer: b"F", the buffer's index, and the
+# seconds that the environments and the network took.
+FULL = struct.Struct("<cIdd")
+ACTOR_EXIT_S = 1.0  # For an environment's close(); then the actor is killed.
+
+
+class ActorError(Exception):
+    """An actor died too often; the message has the actor's own traceback."""
+
+
+class ActorsClosed(Exception):
+    """No more buffers are handed out: the run is ending."""
+
+
+# ------------------------------------------------------------ inside an actor process
+
+
+class Actor(Protocol):
+    """What fills a buffer: the trainer's own `Actor`."""
+
+    envs: Environments
+    env_s: float  # Seconds that the environments took for the last rollout.
+    agent_s: float  # Seconds that everything else took.
+
+    def unroll(self, index: int) -> None:
+        """Fill buffer `index` with one rollout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorProcess:
+    """What the trainer's `act` works with in an actor process.
+
+    Attributes:
+      incarnation: a number that no other actor process of this run has. Together with
+        `actor_id` it seeds the environments.
+      clock: [1] float64 in shared memory; see `Actors`.
+    """
+
+    actor_id: int
+    incarnation: int
+    buffers: RolloutBuffers
+    clock: np.ndarray
+    _weights: SharedWeights
+    _pipe: connection.Connection
+
+    def fetcher(self, net: nn.Module) -> Callable[[], int]:
+        """Return a function that brings the newest weights into `net`.
+
+        The function returns the version of these weights.
+        """
+        tensors = net.state_dict()  # Shares memory with the parameters.
+        version = -1
+
+        def fetch() -> int:
+            nonlocal version
+            version = self._weights.fetch(tensors, version)
+            return version
+
+        return fetch
+
+    def fill_buffers(self, actor: Actor) -> None:
+        """Fill the buffers that the program names until the program hangs up."""
+        with contextlib.closing(actor.envs):
+            for index in self._requests():
+                actor.unroll(index)
+                message = FULL.pack(b"F", index, actor.env_s, actor.agent_s)
+                with contextlib.suppress(BrokenPipeError):  # The program hung up.
+                    self._pipe.send_bytes(message)
+
+    def _requests(self) -> Iterator[int]:
+        while True:
+            try:
+                yield int.from_bytes(self._pipe.recv_bytes(), "little")
+            except (EOFError, ConnectionResetError):
+                return
+
+
+def _run_actor(
+    act: Callable[[ActorProcess], None],
+    actor_id: int,
+    incarnation: int,
+    seed: int,
+    pipe: connection.Connection,
+    output: connection.Connection,
+    shared: tuple[RolloutBuffers, SharedWeights, SharedArrays],
+) -> None:
+    """Run one actor process: prepare the process, then call `act`.
+
+    If `act` fails, the process sends b"E" and the traceback to the program, and ends
+    with status 1.
+    """
+    be_killed_first_for_memory()
+    terminal.redirect_output(output)
+    # The program handles stop signals and then ends the actors. The handler is not
+    # SIG_IGN, because the processes that an environment starts would inherit SIG_IGN.
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda *_: None)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # For `show_stacks`.
+    set_torch_threads(1)
+    lower_priority()
+    seed_rng(seed)
+    buffers, weights, clocks = shared
+    clock = clocks.arrays["clock"][actor_id : actor_id + 1]
+    try:
+        act(ActorProcess(actor_id, incarnation, buffers, clock, weights, pipe))
+    except BaseException:  # Also an environment's sys.exit() is a failure.
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(b"E" + traceback.format_exc().encode())
+        sys.exit(1)
+
+
+# ---------------------------------------------------------------------- in the program
+
+
+@dataclasses.dataclass
+class ActorSlot:
+    """One actor's place: its present process, if any, and the buffers it holds."""
+
+    actor_id: int
+    budget: RestartBudget
+    process: Unit | None = None
+    pipe: connection.Connection | None = None
+    held: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+    last_served: int = 0  # When it was last handed a buffer, as a running number.
+    restart_at: float | None = 0.0  # Monotonic seconds; None while the process runs.
+    reason: str | None = None  # Why it died, if known better than by its exit status.
+
+
+class Actors:
+    """The actor processes, and who has which rollout buffer.
+
+    A buffer is free, held by one actor, full, or with a learner thread. Each actor
+    holds up to two buffers: the one that it fills now, and the next one. When an actor
+    dies, its finished rollouts count; its unfinished rollout is discarded, the buffers
+    that it held become free, and a new process replaces it.
+
+    Each actor has a clock in shared memory: the time (`time.monotonic`) at which the
+    present call into its environment began, or 0 while it fills no buffer. An actor
+    whose call takes longer than --env_step_timeout_s is killed.
+
+    The main thread calls `start`, `poll` and `close` (Linux ends a child process
+    together with the thread that started it). Learner threads call `take` and
+    `give_back`.
+    """
+
+    def __init__(
+        self,
+        act: Callable[[ActorProcess], None],
+        flags: argparse.Namespace,
+        buffers: RolloutBuffers,
+        weights: SharedWeights,
+        *,
+        first_incarnation: int,
+        busy: BusyTime,
+        preload: str,
+    ):
+        """Prepare to start the actors; `start` starts them.
+
+        Args:
+          act: what each actor process runs. It must be picklable: a function of a
+            module, or a `functools.partial` of one.
+          first_incarnation: of the first actor process; each further one adds 1.
+          busy: counts the seconds of environments and networks.
+          preload: a module that the fork server imports before it forks the actors.
+        """
+        self._act = act
+        self._flags = flags
+        self._busy = busy
+        shape = ArraySpec((flags.num_actors,), np.dtype(np.float64))
+        clocks = SharedArrays({"clock": shape})
+        self._clock = clocks.arrays["clock"]
+        self._shared = (buffers, weights, clocks)
+        self._output = terminal.ChildOutput()
+        self._incarnation = first_incarnation
+        self._context = multiprocessing.get_context(flags.start_method)
+        self._import: concurrent.futures.Future | None = None
+        if flags.start_method == "forkserver":
+            # The fork server imports torch once, and then forks actors within
+            # milliseconds.
+            fork_server.start(self._context, preload)
+            self._import = start_thread("fork-server", fork_server.wait, self._context)
+        self.slots = [ActorSlot(i, RestartBudget()) for i in range(flags.num_actors)]
+        # Guards everything below, and the slots' `held` and `pipe`.
+        self._changed = threading.Condition()
+        self._free = collections.deque(range(buffers.num_buffers))
+        self._full: collections.deque[int] = collections.deque()
+        self._served = 0  # Buffers handed out so far.
+        self._waiting = 0  # Learner threads in `take`.
+        self._closed = False
+        self.received = 0  # Full buffers since the start.
+        self.discarded = 0  # Unfinished rollouts of dead actors, counted in buffers.
+        self.restarts = 0
+
+    def start(self) -> None:
+        """Start every actor that is due, once the fork server is ready."""
+        if self._import is not None and not self._import.done():
+            return
+        for slot in self.slots:
+            if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
+                self._start(slot)
+        # This starts a thread, so it comes after the first actors: they may be forked.
+        self._output.start()
+
+    def _start(self, slot: ActorSlot) -> None:
+        # The first actors may be forked, because there are no threads yet. Later on, a
+        # fork would copy locks that other threads hold at that moment.
+        context = self._context
+        if self._flags.start_method == "fork" and threading.active_count() > 1:
+            context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        i, incarnation = slot.actor_id, self._incarnation
+        seed = env_seed(self._flags.seed, i, incarnation, 0)
+        output = self._output.theirs
+        process = Unit(
+            context,
+            _run_actor,
+            (self._act, i, incarnation, seed, theirs, output, self._shared),
+            name=f"actor-{i}",
+        )
+        self._incarnation += 1
+        self._clock[i] = 0.0
+        fork_server.keep_going()
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            # Most likely the fork server has died; multiprocessing starts another.
+            wait_s = slot.budget.died()
+            if wait_s is None:
+                raise
+            slot.restart_at = time.monotonic() + wait_s
+            log.warning(
+                "Actor %d could not be started (%r); trying again in %.1f s",
+                i,
+                error,
+                wait_s,
+            )
+            return
+        slot.process = process
+        theirs.close()  # Else the actor's end of the pipe would never close for us.
+        slot.restart_at = slot.reason = None
+        with self._changed:
+            slot.pipe = ours
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give free buffers to the actors that hold the fewest. Needs the lock.
+
+        Among actors that hold equally many, the one that has waited longest is first:
+        when the learner is slow, all actors hold none, and each must get a buffer.
+        """
+        while self._free and not self._closed:
+            slot = min(
+                (s for s in self.slots if s.pipe is not None and len(s.held) < 2),
+                key=lambda s: (len(s.held), s.last_served),
+                default=None,
+            )
+            if slot is None:
+                return
+            index = self._free.popleft()
+            slot.held.append(index)
+            self._served += 1
+            slot.last_served = self._served
+            assert slot.pipe is not None
+            with contextlib.suppress(OSError):  # The actor is dying; see `poll`.
+                slot.pipe.send_bytes(index.to_bytes(4, "little"))
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for messages and deaths of actors; handle them.
+
+        Raises:
+          ActorError: an actor has died too often without delivering a rollout.
+        """
+        by_handle: dict[Any, ActorSlot] = {
+            s.process.sentinel: s for s in self.slots if s.process is not None
+        }
+        by_handle |= {s.pipe: s for s in self.slots if s.pipe is not None}
+        for handle in connection.wait(list(by_handle), timeout_s):
+            slot = by_handle[handle]
+            if slot.pipe is not None:
+                self._receive(slot)
+            if slot.process is not None and handle == slot.process.sentinel:
+                self._bury(slot)
+        for slot in self.slots:
+            self._check_progress(slot)
+        self.start()
+
+    def _check_progress(self, slot: ActorSlot) -> None:
+        """Kill an actor whose environment takes too long."""
+        if slot.process is None:
+            return
+        if kill_if_hung(
+            f"Actor {slot.actor_id}",
+            slot.process,
+            self._clock[slot.actor_id],
+            self._flags.env_step_timeout_s,
+        ):
+            slot.reason = "its environment hung"
+            self._clock[slot.actor_id] = 0.0  # The process may take a while to end.
+
+    def _receive(self, slot: ActorSlot) -> None:
+        assert slot.pipe is not None
+        try:
+            while slot.pipe.poll():
+                message = slot.pipe.recv_bytes()
+                if message[:1] == b"E":
+                    slot.reason = message[1:].decode().strip()
+                    continue
+                _, index, env_s, agent_s = FULL.unpack(message)
+                self._busy.add("env", env_s, workers=len(self.slots))
+                self._busy.add("inference", agent_s, workers=len(self.slots))
+                slot.budget.delivered()
+                with self._changed:
+                    assert slot.held[0] == index, (slot.actor_id, slot.held, index)
+                    slot.held.popleft()
+                    self._full.append(index)
+                    self.received += 1
+                    self._hand_out()
+                    self._changed.notify_all()
+        except (EOFError, OSError):
+            # The process is ending. Its sentinel comes next, if the fork server, which
+            # reports the end of the processes that it forked, is not stopped.
+            fork_server.keep_going()
+            with self._changed:
+                self._hang_up(slot)
+
+    def _hang_up(self, slot: ActorSlot) -> None:
+        """Close an actor's pipe, which tells the actor to end. Needs the lock."""
+        if slot.pipe is not None:
+            slot.pipe.close()
+            slot.pipe = None
+
+    def _bury(self, slot: ActorSlot) -> None:
+        """Take back a dead actor's buffers and plan its replacement."""
+        assert slot.process is not None
+        slot.process.join()
+        reason = slot.reason or describe_exit(slot.process.exitcode)
+        slot.process.close()
+        slot.process = None
+        with self._changed:
+            self._hang_up(slot)
+            if slot.held:
+                self.discarded += 1
+            self._free.extend(slot.held)
+            slot.held.clear()
+            self._hand_out()
+        wait_s = slot.budget.died()
+        if wait_s is None:
+            raise ActorError(
+                f"actor {slot.actor_id} died {slot.budget.quick_deaths} times in a row "
+                f"without delivering a rollout; the last time: {reason}"
+            )
+        self.restarts += 1
+        slot.restart_at = time.monotonic() + wait_s
+        log.warning(
+            "Actor %d died (%s); its rollout is discarded; restarting it in %.1f s",
+            slot.actor_id,
+            reason,
+            wait_s,
+        )
+
+    def take(self, n: int) -> list[int]:
+        """Return `n` full buffers, the oldest first. Blocks.
+
+        Raises:
+          ActorsClosed: `stop_handing_out` or `close` was called.
+        """
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: self._closed or len(self._full) >= n)
+            self._waiting -= 1
+            if self._closed:
+                raise ActorsClosed
+            return [self._full.popleft() for _ in range(n)]
+
+    def give_back(self, indices: list[int]) -> None:
+        """Make buffers free again."""
+        with self._changed:
+            self._free.extend(indices)
+            self._hand_out()
+
+    def num_waiting(self) -> int:
+        """Return the number of learner threads that wait in `take`."""
+        return self._waiting
+
+    def stats(self) -> dict[str, Any]:
+        """Return the log's columns about actors."""
+        return {
+            "buffers_full": len(self._full) * self._flags.envs_per_actor,
+            "actor_restarts": self.restarts,
+            "rollouts_discarded": self.discarded,
+        }
+
+    def describe_wait(self) -> str:
+        """Say what a run without progress waits for; make the actors show stacks."""
+        for pid in self.pids():
+            show_stacks(pid)
+        full = self.stats()["buffers_full"]
+        waits_for = "the learner" if full >= self._flags.batch_size else "the actors"
+        return f"{waits_for} ({full} rollouts wait)"
+
+    def rows(self) -> tuple[int, dict[str, int]]:
+        """Return how many rows were received, and how many of them wait in buffers."""
+        rows = self._flags.unroll_length * self._flags.envs_per_actor
+        return rows * self.received, {"in flight": rows * len(self._full)}
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the actors that run."""
+        pids = [slot.process.pid for slot in self.slots if slot.process is not None]
+        return [pid for pid in pids if pid is not None]
+
+    def stop_handing_out(self) -> None:
+        """Wake the learner threads: `take` raises ActorsClosed from now on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Hang up, and kill the actors that still run after ACTOR_EXIT_S."""
+        self.stop_handing_out()
+        with self._changed:
+            for slot in self.slots:
+                self._hang_up(slot)
+        fork_server.keep_going()
+        processes = [s.process for s in self.slots if s.process is not None]
+        deadline = time.monotonic() + ACTOR_EXIT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        for process in processes:
+            process.join()

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--serial`: actors and learner take turns in one thread; resumed runs go on exactly.
+
+A checkpoint of a serial run holds the state of the actors too, so that a resumed run is
+bitwise equal to one that was never interrupted.
+"""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from core.environments.stepping import Environments
+from core.errors import ConfigError
+from core.nests import Nest, leaves
+from core.running.checkpoint import Checkpoint
+from core.running.run import Run
+from core.running.unit import limit_calls
+
+
+class Actor(Protocol):
+    """What a checkpoint holds of the trainer's own `Actor`."""
+
+    envs: Environments
+    last_row: Nest  # Numpy arrays [E, ...]: row 0 of the next rollout.
+    state: tuple[torch.Tensor, ...]  # The recurrent state.
+    started: bool  # Whether the actor has made a rollout.
+
+
+A = TypeVar("A", bound=Actor)
+
+
+class Clocks:
+    """Tell since when the present call of an environment, or an update, lasts.
+
+    A thread of `core.running.unit.limit_calls` ends the program when one takes too
+    long.
+    """
+
+    def __init__(self, clocks: np.ndarray):
+        self._clocks = clocks
+        self.environment = clocks[:1]  # The actors write it. They share it, in turns.
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """Measure an update and all that follows it."""
+        self._clocks[1] = time.monotonic()
+        yield
+        self._clocks[1] = 0.0
+
+    def stop(self) -> None:
+        self._clocks[:] = 0.0
+
+
+@contextlib.contextmanager
+def open_run(
+    run: Run, create_actor: Callable[[int, np.ndarray], A]
+) -> Iterator[tuple[list[A], Clocks]]:
+    """Create the actors of a serial run, resume them, and open the run's logs.
+
+    At the end this writes the last row of the log and the last checkpoint, and closes
+    the environments.
+
+    Args:
+      create_actor: creates an actor from its number and its clock.
+
+    Raises:
+      ConfigError: the network is on a GPU, or the run cannot go on exactly.
+    """
+    flags = run.flags
+    if next(run.learner.net.parameters()).is_cuda:
+        raise ConfigError("--serial runs on the CPU; add --disable_cuda.")
+    limits = limit_calls(
+        flags.env_step_timeout_s, update_s=flags.stall_timeout_s, at_terminal=False
+    )
+    with limits as array, contextlib.ExitStack() as stack:
+        clocks = Clocks(array)
+        actors = []
+        for i in range(flags.num_actors):
+            actors.append(create_actor(i, clocks.environment))
+            stack.enter_context(contextlib.closing(actors[-1].envs))
+        run.extra_state = lambda: actors_state(actors)
+        if run.found is not None:
+            restore_actors(flags, actors, run.found)
+            clocks.stop()
+        with run.open():
+            try:
+                yield actors, clocks
+            finally:
+                clocks.stop()  # The last checkpoint may take any time.
+            run.log({})
+
+
+def actors_state(
+    actors: Sequence[Actor],
+) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """Return what a checkpoint holds of the actors: (for JSON, groups of tensors)."""
+    tensors = {}
+    for i, actor in enumerate(actors):
+        for name, array in leaves(actor.last_row):
+            tensors[f"{i}/row/{name}"] = torch.from_numpy(array.copy())
+        for j, state in enumerate(actor.state):
+            tensors[f"{i}/state/{j}"] = state.clone()
+    states = [
+        {"started": a.started, "envs": a.envs.state() if a.started else None}
+        for a in actors
+    ]
+    return {"actors": states}, {"actors": tensors}
+
+
+def restore_actors(
+    flags: argparse.Namespace, actors: Sequence[Actor], found: Checkpoint
+) -> None:
+    """Bring the actors back to where the checkpoint left them, bit by bit.
+
+    Environments cannot be saved. Each environment plays its present game again, with
+    the same seed and the same actions.
+
+    Raises:
+      ConfigError: a flag differs that must not; the message names it.
+    """
+    trained = {"serial": False, **found.state["flags"]}  # PolyBeast has no --serial.
+    trained["info_keys"] = tuple(trained["info_keys"])  # JSON has only lists.
+    for key in ("serial", "seed", "num_actors", "envs_per_actor", "info_keys"):
+        if trained.get(key) != getattr(flags, key):
+            raise ConfigError(
+                f"--{key} is {getattr(flags, key)} but run {flags.xpid} was trained "
+                f"with {trained[key]}, and --serial goes on exactly or not at all. "
+                f"Choose another --xpid, or leave --{key} as it was."
+            )
+    saved = found.state["actors"]
+    tensors = found.tensors["actors"]
+    for i, (actor, old) in enumerate(zip(actors, saved)):
+        if not old["started"]:
+            continue
+        for name, array in leaves(actor.last_row):
+            array[...] = tensors[f"{i}/row/{name}"].numpy()
+        actor.state = tuple(tensors[f"{i}/state/{j}"] for j in range(len(actor.state)))
+        actor.envs.restore(old["envs"], actor.last_row)
+        actor.started = True

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that MonoBeast's actors and its learner share: buffers and weights.
+
+`RolloutBuffers` holds rollouts as the table in `core.rollout` says, and `SharedWeights`
+holds the weights. Neither has a lock that a killed process could leave locked.
+"""
+
+import math
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from core.nests import ArraySpec, Nest, leaves, map_nest
+
+_ALIGNMENT = 64  # bytes; a cache line, and enough for every SIMD load
+
+
+class SharedArrays:
+    """Named numpy arrays in one anonymous segment of shared memory.
+
+    The segment has no name, so there is nothing to unlink: the kernel frees it when the
+    last process that maps it has ended, also if that process was killed. It takes two
+    file descriptors, whatever the number of arrays. It can be passed to child processes
+    under every start method.
+
+    Arrays are first filled with values that are easy to recognize when they are read by
+    mistake: NaN, the smallest integer, 0xA5.
+
+    Raises:
+      OSError: there is not enough memory. `core.running.machine.check_resources` checks
+        this first.
+    """
+
+    def __init__(self, specs: Mapping[str, ArraySpec]):
+        self._specs = dict(specs)
+        self._fd = _open_anonymous(nbytes(self._specs))
+        self._map()
+        for array in self.arrays.values():
+            array.fill(_obvious(array.dtype))
+
+    def _map(self) -> None:
+        weakref.finalize(self, os.close, self._fd)
+        self._memory = mmap.mmap(self._fd, nbytes(self._specs))
+        self.arrays: dict[str, np.ndarray] = {}
+        offset = 0
+        for name, spec in self._specs.items():
+            array = np.frombuffer(
+                self._memory, spec.dtype, count=math.prod(spec.shape), offset=offset
+            )
+            self.arrays[name] = array.reshape(spec.shape)
+            offset += _aligned(spec.nbytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Works only while a child process starts: it passes the file descriptor on.
+        return {"specs": self._specs, "fd": reduction.DupFd(self._fd)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._specs = state["specs"]
+        self._fd = state["fd"].detach()
+        self._map()
+
+
+def nbytes(specs: Mapping[str, ArraySpec]) -> int:
+    """Return the size in bytes of a segment of `SharedArrays` for `specs`."""
+    return max(1, sum(_aligned(spec.nbytes) for spec in specs.values()))
+
+
+def memory_folder() -> str | None:
+    """Return the folder whose free space limits shared memory, or None.
+
+    It is None on Linux: memfd segments count as memory of the machine (or of the
+    container), and not against /dev/shm, which has 64 MB in a default container.
+    """
+    if hasattr(os, "memfd_create"):
+        return None
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+def _open_anonymous(size: int) -> int:
+    folder = memory_folder()
+    if folder is None:
+        fd = os.memfd_create("torchbeast")
+    else:
+        with tempfile.TemporaryFile(dir=folder) as file:  # Already unlinked.
+            fd = os.dup(file.fileno())
+    try:
+        # Reserve the pages now: a full device raises OSError here, but SIGBUS later.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+        else:
+            os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _obvious(dtype: np.dtype) -> Any:
+    if dtype.kind == "f":
+        return np.nan
+    if dtype.kind == "i":
+        return np.iinfo(dtype).min
+    return True if dtype.kind == "b" else 0xA5
+
+
+class RolloutBuffers:
+    """Rollouts of `envs_per_actor` environments each, one slab per key.
+
+    `rows` is a nest like one rollout row, its leaves `[N, T + 1, E, ...]`: N buffers of
+    E environments. `agent_state` is a tuple of `[N, layers, E, hidden]`. There is no
+    lock: `core.actors.processes.Actors` decides who may use which buffer.
+    """
+
+    def __init__(
+        self,
+        row_spec: Nest,
+        state_spec: Sequence[ArraySpec],
+        *,
+        num_buffers: int,
+        unroll_length: int,
+        envs_per_actor: int,
+    ):
+        """Allocate the slabs.
+
+        Args:
+          row_spec: nest of `ArraySpec` of one row of one environment, no batch axes.
+          state_spec: of each tensor of the recurrent state, `[layers, E, hidden]`.
+        """
+        self._row_spec = row_spec
+        self.num_buffers = num_buffers
+        self.unroll_length = unroll_length
+        self._shared = SharedArrays(
+            buffer_specs(
+                row_spec,
+                state_spec,
+                num_buffers=num_buffers,
+                unroll_length=unroll_length,
+                envs_per_actor=envs_per_actor,
+            )
+        )
+        self._view()
+
+    def _view(self) -> None:
+        arrays = self._shared.arrays
+        names = iter([name for name, _ in leaves(self._row_spec)])
+        self.rows: Nest = map_nest(lambda _: arrays[next(names)], self._row_spec)
+        self.agent_state = tuple(
+            array for name, array in arrays.items() if name.startswith("agent_state/")
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "_row_spec": self._row_spec,
+            "num_buffers": self.num_buffers,
+            "unroll_length": self.unroll_length,
+            "_shared": self._shared,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._view()
+
+    def row(self, index: int, t: int) -> Nest:
+        """Return row `t` of one buffer, leaves `[E, ...]`: views, not copies."""
+        return map_nest(lambda slab: slab[index, t], self.rows)
+
+    def rollout(self, index: int) -> Nest:
+        """Return one buffer's rollout, leaves `[T + 1, E, ...]`: views, not copies."""
+        return map_nest(lambda slab: slab[index], self.rows)
+
+
+def buffer_specs(
+    row_spec: Nest,
+    state_spec: Sequence[ArraySpec],
+    *,
+    num_buffers: int,
+    unroll_length: int,
+    envs_per_actor: int,
+) -> dict[str, ArraySpec]:
+    """Return the spec of every slab of `RolloutBuffers`, by name."""
+    lead = (num_buffers, unroll_length + 1, envs_per_actor)
+    specs = {
+        name: ArraySpec(lead + spec.shape, spec.dtype)
+        for name, spec in leaves(row_spec)
+    }
+    for i, spec in enumerate(state_spec):
+        specs[f"agent_state/{i}"] = ArraySpec((num_buffers, *spec.shape), spec.dtype)
+    return specs
+
+
+class BatchAssembler:
+    """Copies rollouts into one learner batch, which is allocated once and reused.
+
+    The copy takes about one percent of the time of an update on the CPU. After the
+    copy, the actors can fill the buffers again.
+    """
+
+    def __init__(
+        self,
+        buffers: RolloutBuffers,
+        rollouts_per_batch: int,
+        empty: Callable[[tuple[int, ...], np.dtype], np.ndarray] = np.empty,
+    ):
+        n = rollouts_per_batch
+
+        def batch_of(slab: np.ndarray) -> np.ndarray:
+            _, rows, envs, *rest = slab.shape
+            return empty((rows, n * envs, *rest), slab.dtype)
+
+        self._buffers = buffers
+        self.batch: Nest = map_nest(batch_of, buffers.rows)  # [T+1, B, ...]
+        self.agent_state = tuple(batch_of(s) for s in buffers.agent_state)
+
+    def fill(self, indices: Sequence[int]) -> None:
+        """Copy the buffers `indices`, side by side, into `batch` and `agent_state`."""
+
+        def gather(slab: np.ndarray, out: np.ndarray) -> None:
+            np.concatenate([slab[i] for i in indices], axis=1, out=out)
+
+        map_nest(gather, self._buffers.rows, self.batch)
+        for slab, out in zip(self._buffers.agent_state, self.agent_state):
+            gather(slab, out)
+
+
+class SharedWeights:
+    """The learner's weights, for the actors: one writer, any number of readers.
+
+    There is no lock, so a reader that is killed blocks nobody. The writer makes
+    `sequence` odd, writes, and makes `sequence` even again. A reader copies again if
+    `sequence` was odd, or if it changed during the copy. (On CPUs that reorder stores,
+    a copy could in principle still mix two versions. Learning would stay correct: an
+    actor records the logits that it really used, and V-trace corrects for those.)
+    """
+
+    def __init__(self, specs: Mapping[str, ArraySpec]):
+        self._shared = SharedArrays(
+            {"sequence": ArraySpec((1,), np.dtype(np.int64)), **specs}
+        )
+        self._sequence[0] = 0
+
+    @property
+    def _sequence(self) -> np.ndarray:
+        return self._shared.arrays["sequence"]
+
+    def publish(self, tensors: Mapping[str, Any], version: int) -> None:
+        """Write `tensors`, a network's `state_dict`, as `version` >= 0.
+
+        Only one thread may call this at a time.
+        """
+        self._sequence[0] = 2 * version + 1
+        for name, tensor in tensors.items():
+            torch.from_numpy(self._shared.arrays[name]).copy_(tensor)
+        self._sequence[0] = 2 * version + 2
+
+    def fetch(self, tensors: Mapping[str, Any], have: int) -> int:
+        """Copy the newest weights into `tensors`; return their version.
+
+        If `have`, the version that was fetched last (-1 for none), is still the newest,
+        this only reads one integer. Waits while the writer writes (a millisecond).
+        """
+        while True:
+            before = int(self._sequence[0])
+            if before == 2 * have + 2:
+                return have
+            if before % 2 == 0 and before > 0:
+                for name, tensor in tensors.items():
+                    tensor.copy_(torch.from_numpy(self._shared.arrays[name]))
+                if int(self._sequence[0]) == before:
+                    return before // 2 - 1
+            os.sched_yield() if hasattr(os, "sched_yield") else None
+
+
+def share_weights(net: nn.Module, version: int) -> SharedWeights:
+    """Return shared memory with the present weights of `net`."""
+    tensors = net.state_dict()
+    weights = SharedWeights(
+        {
+            name: ArraySpec(tuple(t.shape), t.new_empty(0).cpu().numpy().dtype)
+            for name, t in tensors.items()
+        }
+    )
+    weights.publish(tensors, version)
+    return weights

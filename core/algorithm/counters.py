@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averages, busy times and episode statistics between two rows of the log."""
+
+import collections
+import contextlib
+import math
+import reprlib
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from core.errors import ConfigError
+
+
+class Field(NamedTuple):
+    """A column of logs.csv."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+class Averages:
+    """Means and maxima of what happens between two log rows. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Both guarded by the lock. A name stays when its values have been taken.
+        self._sums: dict[Any, tuple[float, int]] = {}
+        self._maxima: dict[str, float | None] = {}
+
+    def add(self, values: Mapping[Any, Any] = {}, /, **named: Any) -> None:
+        """Count one value for each name or `Field`; None and NaN are no values.
+
+        Raises:
+          ConfigError: something is not a number.
+        """
+        with self._lock:
+            for name, value in {**values, **named}.items():
+                total, count = self._sums.get(name, (0.0, 0))
+                if (number := as_number(name, value)) is not None:
+                    total, count = total + number, count + 1
+                self._sums[name] = total, count
+
+    def add_max(self, **values: Any) -> None:
+        """Like `add`, but `pop` will return the largest value."""
+        with self._lock:
+            for name, value in values.items():
+                number, largest = as_number(name, value), self._maxima.get(name)
+                if largest is None or (number is not None and number > largest):
+                    self._maxima[name] = number
+
+    def pop(self) -> dict[Any, float | None]:
+        """Return the means and maxima since the last call, None where no value came."""
+        with self._lock:
+            row: dict[Any, float | None] = {
+                name: total / count if count else None
+                for name, (total, count) in self._sums.items()
+            }
+            row |= self._maxima
+            self._sums = dict.fromkeys(self._sums, (0.0, 0))
+            self._maxima = dict.fromkeys(self._maxima)
+        return row
+
+
+def as_number(column: Any, value: Any) -> float | None:
+    """Return a number, also of numpy or torch, as a float; None for None and NaN.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)):  # Not even "7".
+        raise not_a_number(column, value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise not_a_number(column, value) from error
+    return None if math.isnan(number) else number
+
+
+def not_a_number(column: Any, value: Any) -> ConfigError:
+    """Return what to raise for a value that a column cannot have."""
+    name = column.name if isinstance(column, Field) else column
+    text = " ".join(reprlib.repr(value).split())  # A tensor's has several lines.
+    return ConfigError(
+        f"the log's column {name} was given {text}, which is a "
+        f"{type(value).__name__}; expected a number"
+    )
+
+
+class BusyTime:
+    """What share of the time each stage works, between two log rows. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Both guarded by the lock.
+        self._seconds: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def add(self, stage: str, seconds: float, *, workers: int = 1) -> None:
+        """Count time that one of a stage's workers has worked."""
+        with self._lock:
+            self._seconds[stage] = self._seconds.get(stage, 0) + seconds / workers
+
+    @contextlib.contextmanager
+    def measure(self, stage: str, *, workers: int = 1) -> Iterator[None]:
+        """Count the time that the block takes."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(stage, time.monotonic() - began, workers=workers)
+
+    def pop(self) -> dict[str, float]:
+        """Return each stage's share of the time since the last call, at most 1."""
+        with self._lock:
+            now = time.monotonic()
+            wall = max(now - self._since, 1e-9)
+            shares = {k: min(1.0, s / wall) for k, s in self._seconds.items()}
+            self._seconds = dict.fromkeys(self._seconds, 0.0)
+            self._since = now
+        return shares
+
+
+class EpisodeStats:
+    """Returns and lengths of the last `window` full games and episodes. Thread-safe."""
+
+    def __init__(self, window: int = 100):
+        self._lock = threading.Lock()
+        # All guarded by the lock.
+        self._returns: collections.deque[float] = collections.deque(maxlen=window)
+        self._steps: collections.deque[int] = collections.deque(maxlen=window)
+        self._life_returns: collections.deque[float] = collections.deque(maxlen=window)
+        self._games = 0
+        self._best: float | None = None
+
+    def add_games(self, returns: Iterable[float], steps: Iterable[float]) -> None:
+        """Count finished full games."""
+        with self._lock:
+            for game_return, game_steps in zip(returns, steps, strict=True):
+                self._games += 1
+                self._returns.append(float(game_return))
+                self._steps.append(int(game_steps))
+                if len(self._returns) == self._returns.maxlen:
+                    mean = _mean(self._returns)
+                    if self._best is None or mean > self._best:
+                        self._best = mean
+
+    def add_episodes(self, returns: Iterable[float]) -> None:
+        """Count finished episodes as the learner sees them: maybe one life each."""
+        with self._lock:
+            self._life_returns.extend(float(r) for r in returns)
+
+    @property
+    def games(self) -> int:
+        """Number of full games finished so far."""
+        with self._lock:
+            return self._games
+
+    @property
+    def mean_return(self) -> float | None:
+        """Mean return of the last full games; None before the first."""
+        with self._lock:
+            return _mean(self._returns) if self._returns else None
+
+    @property
+    def mean_step(self) -> float | None:
+        """Mean length of the same games, in agent steps."""
+        with self._lock:
+            return _mean(self._steps) if self._steps else None
+
+    @property
+    def mean_life_return(self) -> float | None:
+        """Mean return of the last episodes; None before the first."""
+        with self._lock:
+            return _mean(self._life_returns) if self._life_returns else None
+
+    @property
+    def best_mean_return(self) -> float | None:
+        """Highest mean over a full window so far; None before the first one."""
+        with self._lock:
+            return self._best
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for JSON and `restore`."""
+        with self._lock:
+            return {
+                "games": self._games,
+                "best": self._best,
+                "returns": list(self._returns),
+                "steps": list(self._steps),
+                "life_returns": list(self._life_returns),
+            }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        window = self._returns.maxlen
+        with self._lock:
+            self._games = state["games"]
+            self._best = state["best"]
+            self._returns = collections.deque(state["returns"], window)
+            self._steps = collections.deque(state["steps"], window)
+            self._life_returns = collections.deque(state["life_returns"], window)
+
+
+def _mean(values: Sequence[float] | collections.deque) -> float:
+    return sum(values) / len(values)

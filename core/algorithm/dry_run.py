@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dry_run`: tries a network on rows of zeros, before anything waits for it."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+from core.errors import ConfigError
+from core.nests import ArraySpec, Nest, map_nest
+from core.rollout import leaf_spaces, row_spec
+
+# Rows and environments: one row as when acting, several as when learning.
+SIZES = ((1, 1), (1, 3), (5, 1), (5, 3))
+
+
+def dry_run(
+    net: nn.Module,
+    observation_space: gym.Space,
+    action_space: gym.Space,
+    outputs: Mapping[str, ArraySpec],
+) -> None:
+    """Check what a copy of `net` makes of rows of zeros of several sizes.
+
+    Where there are several rows, an episode begins at the second one. The gradient is
+    computed, too. As in a run, all tensors that `net` is given are contiguous.
+
+    Args:
+      outputs: what `net` must return for each row of each environment; it may return
+        more.
+
+    Raises:
+      ConfigError: outputs or recurrent state have another structure, shape or dtype.
+        The message names what was expected and what came.
+    """
+    net = copy.deepcopy(net)  # Statistics that it gathers are no training.
+    device = next(net.parameters()).device
+    for T, B in SIZES:
+        state = _initial_state(net, B, device)
+        rows = zero_rows(observation_space, action_space, T, B)
+        rows["done"][1:2, 0] = True
+        result = net(map_nest(lambda x: x.to(device), rows), state)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise _error("forward", "a tuple (outputs, core_state)", result)
+        got, after = result
+        if not isinstance(got, dict):
+            raise _error("forward's outputs", f"a dict with {', '.join(outputs)}", got)
+        for name, spec in outputs.items():
+            if name not in got:
+                needed = f"{name!r} among forward's outputs"
+                raise _error("forward", needed, f"only {', '.join(map(repr, got))}")
+            where = f"forward's {name!r}, of {T} rows of {B} environments,"
+            _check(where, str(ArraySpec((T, B, *spec.shape), spec.dtype)), got[name])
+            if not got[name].requires_grad:
+                raise _error(where, "a gradient (no detach, no no_grad)", "none")
+        if not isinstance(after, tuple) or len(after) != len(state):
+            raise _error("forward's core_state", f"a tuple of {len(state)}", after)
+        for i, (old, new) in enumerate(zip(state, after)):
+            where = f"forward's core_state[{i}] must be as initial_state's:"
+            _check(where, _describe(old), new)
+        torch.stack([got[name].sum() for name in outputs]).sum().backward()
+
+
+def _initial_state(
+    net: Any, num_envs: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    state = net.initial_state(batch_size=num_envs)
+    if not isinstance(state, tuple):
+        raise _error("initial_state", "a tuple of tensors, () without any", state)
+    for i, tensor in enumerate(state):
+        is_tensor = isinstance(tensor, torch.Tensor)
+        if not is_tensor or tensor.ndim < 2 or tensor.shape[1] != num_envs:
+            where = f"initial_state({num_envs})[{i}]"
+            raise _error(where, f"a tensor [layers, {num_envs}, ...]", tensor)
+    return tuple(tensor.to(device) for tensor in state)
+
+
+def zero_rows(
+    observation_space: gym.Space, action_space: gym.Space, T: int, B: int
+) -> dict[str, Nest]:
+    """Return what a network reads of T rows of B environments: zeros, [T, B, ...].
+
+    Discrete values, which count from the space's `start`, are the first ones.
+    """
+
+    def zeros(spec: ArraySpec, space: Any = None) -> torch.Tensor:
+        first = np.zeros((T, B, *spec.shape), spec.dtype)
+        return torch.from_numpy(
+            first + np.asarray(getattr(space, "start", 0), spec.dtype)
+        )
+
+    row = row_spec(observation_space, action_space, ())
+    return {
+        "observation": map_nest(
+            zeros, row["observation"], leaf_spaces(observation_space)
+        ),
+        "reward": zeros(row["reward"]),
+        "done": zeros(row["done"]),
+        "last_action": map_nest(zeros, row["last_action"], leaf_spaces(action_space)),
+    }
+
+
+def _check(where: str, expected: str, got: Any) -> None:
+    if _describe(got) != expected:
+        raise _error(where, expected, got)
+
+
+def _error(where: str, expected: str, got: Any) -> ConfigError:
+    return ConfigError(
+        f"the network: {where} expected {expected}, got {_describe(got)}"
+    )
+
+
+def _describe(value: Any) -> str:
+    match value:
+        case torch.Tensor():
+            dtype = str(value.dtype).removeprefix("torch.")
+            return f"{dtype}[{','.join(map(str, value.shape))}]"
+        case str():
+            return value
+        case tuple() | list():
+            return f"a {type(value).__name__} of {len(value)}"
+        case dict():
+            return f"a dict with {', '.join(map(repr, value))}"
+    return f"a {type(value).__name__}"

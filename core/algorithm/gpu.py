@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How threads share a GPU: streams, page-locked memory, CUDA graphs.
+
+A GPU runs one stream's kernels in order. The learner computes in the default stream. If
+another thread used the default stream too, it would wait for the update under way. So
+each thread that copies batches or chooses actions has its own stream, and waits for the
+end of this stream's work before another thread uses the results.
+
+For a small batch Python needs longer to launch the kernels than the GPU to run them,
+and all threads share the GIL. `Graphs` launches all kernels of a function at once.
+"""
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from core.errors import ConfigError
+from core.nests import Nest, leaves, map_nest
+
+WARM_UPS = 3  # Calls in which libraries choose kernels and take the memory they need.
+
+
+def create_stream(
+    device: str | torch.device, *, urgent: bool = False
+) -> torch.cuda.Stream | None:
+    """Return a stream for one thread's work on a GPU; None for a CPU.
+
+    Its first kernel waits for all work that the default stream has now.
+
+    Args:
+      urgent: its kernels run before those of other streams.
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    return stream
+
+
+@contextlib.contextmanager
+def in_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Send this thread's GPU work to `stream`, and wait for it at the end."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def wait_for(device: str | torch.device) -> None:
+    """Wait until this thread's current stream has finished; on a CPU return at once."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def allocate_page_locked(num_bytes: int) -> torch.Tensor:
+    """Return uint8 memory that a GPU copies from while the CPU continues."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def empty_page_locked(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an array like `np.empty` does, in page-locked memory."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return allocate_page_locked(num_bytes).numpy().view(dtype).reshape(shape)
+
+
+class Graphs:
+    """Runs a function of GPU tensors as CUDA graphs: records it once, then replays it.
+
+    A graph works for one shape. So the function is recorded once for each number of
+    columns, or with `pad` once for each power of two; then the last columns may be
+    unused.
+
+    The function must not wait for the GPU (`.item()`, `.cpu()`, `if tensor:`). It must
+    launch the same kernels whatever values the tensors hold. It may write only to the
+    tensors that it returns and to tensors that exist before and after the call. No
+    thread may draw random numbers on the GPU during the recording.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        device: str | torch.device,
+        *,
+        pad: bool = False,
+    ):
+        """Wrap `function`, whose arguments are nests of tensors [rows, columns, ...].
+
+        Args:
+          pad: columns are independent of each other, and all that is returned is
+            [rows, columns, ...] too.
+        """
+        self._function = function
+        self._pad = pad
+        self._recorder = Recorder(device)
+        # By number of columns: the arguments' tensors, what to call, what it returns.
+        self._graphs: dict[int, tuple[Nest, Callable[[], None], Any]] = {}
+
+    def __call__(self, *args: Nest) -> Any:
+        """Return what the function does, in tensors that the next call writes anew.
+
+        Args:
+          args: on the GPU.
+
+        Raises:
+          ConfigError: the function cannot be recorded.
+        """
+        num = next(leaves(args))[1].shape[1]
+        size = 1 << (num - 1).bit_length() if self._pad else num
+        if size not in self._graphs:
+            self._graphs[size] = self._record(args, size)
+        inputs, replay, outputs = self._graphs[size]
+        map_nest(lambda to, x: to[:, :num].copy_(x), inputs, args)
+        replay()
+        return map_nest(lambda x: x[:, :num], outputs) if self._pad else outputs
+
+    def _record(
+        self, args: tuple[Nest, ...], size: int
+    ) -> tuple[Nest, Callable[[], None], Any]:
+        # Columns that are unused must be valid, too: they are the others again.
+        inputs = map_nest(lambda x: x[:, torch.arange(size) % x.shape[1]], args)
+        try:
+            replay, outputs = self._recorder(self._function, inputs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            first = error.__context__ or error  # To end a failed recording fails, too.
+            raise ConfigError(
+                f"--cuda_graphs: the network cannot be recorded: {first}. What it does "
+                "must not wait for the GPU (.item(), .cpu(), if tensor:) nor depend "
+                "on what tensors hold. Change it, or leave --cuda_graphs out."
+            ) from error
+        return inputs, replay, outputs
+
+
+class Recorder:
+    """Records graphs that share their memory: no two of them run at the same time."""
+
+    def __init__(self, device: str | torch.device):
+        self._device = device
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(
+        self, function: Callable[..., Any], args: Nest
+    ) -> tuple[Callable[[], None], Any]:
+        """Record what `function(*args)` does.
+
+        Returns:
+          What does it again, in the stream of whoever calls, with what `args` then
+          hold; and the tensors that it writes to.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with _recording, torch.cuda.device(self._device):
+            self._stream = stream = self._stream or torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    function(*args)
+            # What other threads do to the GPU meanwhile is their own business.
+            with torch.cuda.graph(
+                graph, self._pool, stream, capture_error_mode="thread_local"
+            ):
+                outputs = function(*args)
+            torch.cuda.current_stream().wait_stream(stream)
+        self._pool = graph.pool()
+        return graph.replay, outputs
+
+
+_recording = threading.Lock()  # CUDA's random numbers allow for one at a time.

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The IMPALA loss, in three parts, and the alignment of rollout rows behind it.
+
+Espeholt et al. 2018 (arXiv:1802.01561), section 4.2. All losses are sums over T and B,
+as in the authors' own code: a larger batch makes larger gradients.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from core.algorithm import vtrace
+from core.algorithm.counters import not_a_number
+from core.algorithm.vtrace import action_log_probs
+from core.nests import Nest, leaves, map_nest
+
+# Largest chunk of a batch, in bytes of observations, that one CPU update processes.
+PIECE_BYTES = 9 * 2**19
+
+
+class ImpalaLoss(NamedTuple):
+    """Scalars, sums over T and B. Only `total_loss` has a gradient."""
+
+    total_loss: torch.Tensor  # pg_loss + baseline_loss + entropy_loss.
+    pg_loss: torch.Tensor
+    baseline_loss: torch.Tensor  # Times its cost.
+    entropy_loss: torch.Tensor  # Minus the entropy, times its cost.
+    entropy: torch.Tensor  # Nats, over all transitions.
+    rho: torch.Tensor  # Clipped importance weights, over all transitions.
+    # What else logs.csv shall have columns for, by `metrics.Field` or by name. Elements
+    # of a tensor are summed.
+    extra: dict[Any, torch.Tensor] = {}  # Shared, so never written to.
+
+    def scalars(self) -> dict[Any, torch.Tensor]:
+        """Return all of them by name, those in `extra`, too."""
+        own = self._asdict()
+        return {**own.pop("extra"), **own}
+
+
+def compute_policy_gradient_loss(
+    logits: torch.Tensor, actions: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """Return -sum over T and B of advantage * log pi(a | x).
+
+    Args:
+      logits: [T, B, A] float32.
+      actions: [T, B] int64.
+      advantages: [T, B] float32, constants: they get no gradient.
+    """
+    return -(advantages.detach() * action_log_probs(logits, actions)).sum()
+
+
+def compute_baseline_loss(advantages: torch.Tensor) -> torch.Tensor:
+    """Return 0.5 * sum over T and B of advantages ** 2, [T, B] as v - V(x)."""
+    return 0.5 * advantages.square().sum()
+
+
+def compute_entropy_loss(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the sum, over the steps where `mask` is True, of minus the entropy.
+
+    Args:
+      logits: [T, B, A] float32. An action can be ruled out by a very low finite logit
+        (`torch.finfo(logits.dtype).min`); -inf would give NaN.
+      mask: [T, B] bool.
+    """
+    log_policy = F.log_softmax(logits, dim=-1)
+    negentropy = (log_policy.exp() * log_policy).sum(-1)  # [T, B]
+    return negentropy.masked_fill(~mask, 0).sum()
+
+
+def clip_rewards(rewards: torch.Tensor, reward_clipping: str) -> torch.Tensor:
+    if reward_clipping == "abs_one":
+        return rewards.clamp(-1, 1)
+    if reward_clipping == "none":
+        return rewards
+    raise ValueError(
+        f'reward_clipping is {reward_clipping!r}; expected "abs_one" or "none"'
+    )
+
+
+def check_rows(
+    learner_outputs: Mapping[str, torch.Tensor], batch: Mapping[str, Any]
+) -> None:
+    baseline = learner_outputs["baseline"]
+    logits = learner_outputs["policy_logits"]
+    if (
+        baseline.ndim != 2
+        or len(baseline) < 2
+        or baseline.dtype not in (torch.float32, torch.float64)
+    ):
+        raise ValueError(
+            f"the learner's baseline is {vtrace.describe(baseline)}; expected float32 "
+            "[T + 1, B] with T >= 1"
+        )
+    rows, dtype = tuple(baseline.shape), baseline.dtype
+    if logits.ndim != 3:
+        raise ValueError(
+            f"the learner's policy_logits is {vtrace.describe(logits)}; expected "
+            "[T + 1, B, A]"
+        )
+    rows_of_logits = (*rows, logits.shape[2])
+    vtrace.check("the learner's policy_logits", logits, rows_of_logits, dtype)
+    vtrace.check(
+        "the batch's policy_logits", batch["policy_logits"], rows_of_logits, dtype
+    )
+    vtrace.check("action", batch["action"], rows, torch.int64)
+    vtrace.check("reward", batch["reward"], rows, dtype)
+    # Not uint8: there ~ is bitwise and makes 255 of 0.
+    vtrace.check("done", batch["done"], rows, torch.bool)
+    vtrace.check("truncated", batch["truncated"], rows, torch.bool)
+
+
+def split_columns(
+    rows: Nest, state: tuple[torch.Tensor, ...]
+) -> Iterator[tuple[Nest, tuple[torch.Tensor, ...]]]:
+    """Cut a batch into groups of columns, contiguous; a GPU takes it whole.
+
+    The activations of a whole batch take hundreds of MB. On the CPU one group after
+    another uses the same, warm memory.
+    """
+    B = rows["done"].shape[1]
+    size = sum(x.nbytes for _, x in leaves(rows["observation"]))
+    n = 1 if rows["done"].is_cuda else min(B, -(-size // PIECE_BYTES))
+    bounds = [i * B // n for i in range(n + 1)]
+    for group in map(slice, bounds[:-1], bounds[1:]):
+        yield map_nest(lambda x, group=group: x[:, group].contiguous(), (rows, state))
+
+
+def sum_scalars(parts: Sequence[ImpalaLoss], norm: torch.Tensor) -> dict[Any, float]:
+    """Return the sums of the parts' scalars, and grad_norm, as numbers.
+
+    Reads all of them from the device at once, and waits for it.
+
+    Raises:
+      ConfigError: a fork has added something that is not a number, or a tensor of them.
+    """
+    sums: dict[Any, torch.Tensor] = {}
+    for part in parts:
+        for key, value in part.scalars().items():
+            try:
+                x = torch.as_tensor(value).detach()
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise not_a_number(key, value) from error
+            if x.is_complex():
+                raise not_a_number(key, value)
+            x = x.to(norm)
+            x = x.sum() if x.ndim else x
+            sums[key] = sums[key] + x if key in sums else x
+    sums["grad_norm"] = norm
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist()))
+
+
+def describe_not_finite(batch: Nest) -> str:
+    """Name the parts of a batch that are not finite, as a sentence."""
+    bad = [
+        name
+        for name, x in leaves({k: v for k, v in batch.items() if k != "info"})
+        if x.dtype.kind == "f" and not np.isfinite(x).all()
+    ]
+    return (
+        f"not finite in the batch: {', '.join(bad)}."
+        if bad
+        else "the batch itself is finite."
+    )

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torsos: the part of a network that turns observations into features.
+
+`Net` in each trainer chooses one by `--model` and adds the core and the heads. Open
+this file to see or change the convolutions.
+"""
+
+from collections.abc import Callable, Iterator
+
+import gymnasium as gym
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from core.errors import ConfigError
+from core.nests import Nest
+from core.rollout import flat_ranges
+
+MLP_SIZE = 256
+
+
+def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = 2**0.5) -> nn.Module:
+    """Return `layer` with orthogonal weights and no bias (Saxe et al. 2014).
+
+    Signals keep their size from layer to layer. With torch's own initial weights, what
+    moves on an Atari screen changes the features of ShallowTorso by some 1e-4 only, and
+    learning takes long to begin.
+    """
+    nn.init.orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def model_for(space: gym.Space) -> str:
+    """Return the `--model` that fits observations from this space."""
+    side = picture_side(space)
+    return "shallow" if side >= 36 else "small" if side >= 5 else "mlp"
+
+
+def picture_side(space: gym.Space) -> int:
+    """Return a picture's height or width, whichever is less; 0 for what is none."""
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
+        return 0
+    first, middle, last = space.shape  # Either the first or the last are the channels.
+    return min(middle, max(first, last))
+
+
+class ImageTorso(nn.Module):
+    """What the convolutional torsos share: layout, scaling, the size of the end.
+
+    Takes [N, C, H, W] or [N, H, W, C], whichever axis is the smaller (the last if they
+    are equal); integers are scaled by the range of the space. Convolutions run
+    channels-last, three times as fast on a CPU.
+    """
+
+    name: str  # Of the --model.
+    min_side = 36
+
+    def __init__(
+        self, space: gym.Space, make_convs: Callable[[int], nn.Module], size: int
+    ):
+        super().__init__()
+        if picture_side(space) < self.min_side:
+            raise ConfigError(
+                f"--model {self.name} needs one Box of three axes, at least "
+                f"{self.min_side} pixels a side, as observation; the environment has "
+                f"{space}. Use --model {model_for(space)}."
+            )
+        assert isinstance(space, gym.spaces.Box)
+        self.channels_first = space.shape[0] < space.shape[-1]
+        C = space.shape[0] if self.channels_first else space.shape[-1]
+        self.convs = make_convs(C)
+        offset, scale = flat_ranges(space)
+        self.offset = int(offset.min())
+        self.scale = int((offset + scale).max()) - self.offset
+        with torch.no_grad():
+            _, C, H, W = self._convolve(torch.zeros(1, *space.shape)).shape
+        # A linear layer over the whole map. As a convolution oneDNN runs it, on AMD
+        # CPUs twice as fast as MKL runs nn.Linear.
+        self.fc = orthogonal(nn.Conv2d(C, size, kernel_size=(H, W)))
+        self.num_features = size
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.channels_first:
+            x = x.movedim(-1, 1)  # [N, C, H, W]
+        x = x.contiguous(memory_format=torch.channels_last)  # Bytes move faster.
+        if self.offset:
+            x = x.float() - self.offset
+        return self.convs(x.float() if self.scale == 1 else x / self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.fc(self._convolve(x)).flatten(1))
+
+
+class SmallTorso(ImageTorso):
+    """A convolution and two linear layers, for pictures as small as MinAtar's."""
+
+    name = "small"
+    min_side = 5
+
+    def __init__(self, space: gym.Space):
+        def convs(channels: int) -> nn.Module:
+            return nn.Sequential(
+                orthogonal(nn.Conv2d(channels, 16, kernel_size=3)),
+                nn.ReLU(inplace=True),
+            )
+
+        super().__init__(space, convs, 256)
+        self.last = orthogonal(nn.Linear(256, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.last(super().forward(x)))
+
+
+class ShallowTorso(ImageTorso):
+    """Three convolutions and a linear layer, as in Mnih et al. 2015 (Nature)."""
+
+    name = "shallow"
+
+    def __init__(self, space: gym.Space):
+        def convs(channels: int) -> nn.Module:
+            return nn.Sequential(
+                orthogonal(nn.Conv2d(channels, 32, kernel_size=8, stride=4)),
+                nn.ReLU(inplace=True),
+                orthogonal(nn.Conv2d(32, 64, kernel_size=4, stride=2)),
+                nn.ReLU(inplace=True),
+                orthogonal(nn.Conv2d(64, 64, kernel_size=3, stride=1)),
+                nn.ReLU(inplace=True),
+            )
+
+        super().__init__(space, convs, 512)
+
+
+class DeepTorso(ImageTorso):
+    """The 15 convolutions of Espeholt et al. 2018, figure 3 (right)."""
+
+    name = "deep"
+
+    def __init__(self, space: gym.Space):
+        def convs(channels: int) -> nn.Module:
+            sections = []
+            for width in (16, 32, 32):
+                sections += [
+                    nn.Conv2d(channels, width, kernel_size=3, padding=1),
+                    nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+                    ResidualBlock(width),
+                    ResidualBlock(width),
+                ]
+                channels = width
+            return nn.Sequential(*sections, nn.ReLU())
+
+        super().__init__(space, convs, 256)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+
+
+class MLPTorso(nn.Module):
+    """Two linear layers over all leaves of the observation, flattened side by side.
+
+    Discrete and MultiDiscrete leaves become one-hot; integer boxes are scaled by the
+    ranges of their elements.
+    """
+
+    num_features = MLP_SIZE
+    offset: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, space: gym.Space):
+        super().__init__()
+        self.space = space
+        offset, scale = torch.from_numpy(flat_ranges(space))
+        self.is_scaled = bool(offset.any() or (scale != 1).any())
+        # Integers: in a torso of bfloat16 they stay exact.
+        self.register_buffer("offset", offset, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        size = gym.spaces.flatdim(space)
+        self.layers = nn.Sequential(
+            orthogonal(nn.Linear(size, MLP_SIZE)),
+            nn.ReLU(),
+            orthogonal(nn.Linear(MLP_SIZE, MLP_SIZE)),
+            nn.ReLU(),
+        )
+
+    def forward(self, observation: Nest) -> torch.Tensor:
+        x = torch.cat(list(flat_features(self.space, observation)), 1)
+        if self.is_scaled:
+            x = (x - self.offset) * self.scale.reciprocal()
+        return self.layers(x)
+
+
+def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
+    """Yield one float tensor [N, features] for each leaf of a batch of observations."""
+    match space:
+        case gym.spaces.Dict():
+            for key, sub in space.spaces.items():
+                yield from flat_features(sub, x[key])
+        case gym.spaces.Tuple():
+            for sub, leaf in zip(space.spaces, x):
+                yield from flat_features(sub, leaf)
+        case gym.spaces.Discrete():
+            yield F.one_hot(x - int(space.start), int(space.n)).float()
+        case gym.spaces.MultiDiscrete():
+            ranges = zip(space.start.flat, space.nvec.flat)
+            for i, (start, n) in enumerate(ranges):
+                yield F.one_hot(x.flatten(1)[:, i] - int(start), int(n)).float()
+        case _:
+            yield x.reshape(len(x), -1).float()
+
+
+TORSOS = {
+    "deep": DeepTorso,
+    "shallow": ShallowTorso,
+    "small": SmallTorso,
+    "mlp": MLPTorso,
+}

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One update of IMPALA on one page: from a batch of rollouts to new weights.
+
+Espeholt et al. 2018 (arXiv:1802.01561), section 4. Read from top to bottom:
+
+    Learner.update      the whole update: gradient, clipping, optimizer step, counters
+    compute_gradient    forward and backward pass, one group of columns after another
+    compute_loss        the forward pass, and the loss of what came out
+    impala_loss         V-trace and the three losses
+
+V-trace itself is in `core.algorithm.vtrace`. To change the loss, write a `compute_loss`
+of your own in your trainer and give it to `Learner` (README, "Change the algorithm").
+"""
+
+import argparse
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from core.algorithm import losses, vtrace
+from core.algorithm.counters import Averages, BusyTime, EpisodeStats
+from core.algorithm.gpu import Graphs, in_stream
+from core.algorithm.losses import ImpalaLoss
+from core.errors import StallError
+from core.nests import Nest, map_nest
+
+MAX_BAD_UPDATES = 10  # Non-finite updates in a row that stop the run.
+
+State = tuple[torch.Tensor, ...]  # The recurrent state: [layers, B, hidden] each.
+
+
+class Learner:
+    """The network being trained, its optimizers, and the counters of the updates.
+
+    Learner threads and the main thread share it: `lock` is held for every update and
+    every snapshot, so that a checkpoint never holds half an update.
+    """
+
+    def __init__(
+        self,
+        flags: argparse.Namespace,
+        net: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loss: Callable[..., ImpalaLoss] | None = None,
+    ):
+        """Create the learner.
+
+        Args:
+          net: on the device that learns.
+          optimizers: of net's parameters. All of them step at each update. The learning
+            rate that each parameter group has now is the one at the start of the run. A
+            resumed run takes the other options of the groups from here, too, except
+            those that training has changed, such as a counter: these go on as saved.
+          loss: called like `compute_loss`, which is the default.
+        """
+        self.flags = flags
+        self.net = net
+        self.device = next(net.parameters()).device
+        self.optimizers = list(optimizers)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])  # As torch's schedulers do.
+        self.gradient: Callable[..., list[ImpalaLoss]] = functools.partial(
+            compute_gradient, flags, net, loss or compute_loss
+        )
+        if flags.cuda_graphs and self.device.type == "cuda" and not flags.use_lstm:
+            self.gradient = Graphs(self.gradient, self.device)
+        self.lock = threading.Lock()
+        # Guarded by `lock`:
+        self.step = 0  # Agent steps learned from: transitions, not rows.
+        self.updates = 0  # Optimizer steps: the version of the weights.
+        self.skipped = 0  # Updates left out because something was not finite.
+        self.skipped_in_a_row = 0
+        self.stale = 0  # Rollouts left out because of --max_policy_lag.
+        # What became of the rows of all batches since the start. Unused are those of a
+        # batch that came after the last update, or whose update was left out.
+        self.rows = {"learned": 0, "stale": 0, "unused": 0}
+        self.failed = False  # After MAX_BAD_UPDATES: the other learner threads stop.
+        self.episodes = EpisodeStats()
+        # Between two rows of the log; each has a lock of its own.
+        self.averages = Averages()
+        self.busy = BusyTime()
+
+    def update(
+        self, batch: Nest, state: Nest, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Do one update with a batch of rollouts.
+
+        If the loss or its gradient is not finite, no optimizer steps: one NaN would
+        make every weight NaN. After the last update a batch is counted, not learned.
+
+        Args:
+          batch: [T + 1, B, ...] as the table in `core.rollout` says; numpy arrays, or
+            tensors on the CPU.
+          state: the recurrent state before row 0, [layers, B, hidden] each.
+          stream: copies to a GPU while another thread's update goes on.
+
+        Raises:
+          FloatingPointError: this was the last of MAX_BAD_UPDATES such updates in a
+            row.
+        """
+        flags, net = self.flags, self.net
+        batch, state = map_nest(torch.as_tensor, (batch, state))
+        with in_stream(stream):
+            rows, state = map_nest(
+                lambda x: x.to(self.device, non_blocking=True), (batch, state)
+            )
+        batch = map_nest(lambda x: x.numpy(), batch)
+        with self.lock, self.busy.measure("learner"):
+            if self.finished() or self.failed:
+                self.rows["unused"] += batch["done"][1:].size
+                return
+            fresh = self._fresh_columns(batch)
+            if fresh.size < batch["done"].shape[1]:
+                batch, rows, state = (
+                    map_nest(lambda x: x[:, fresh], part)
+                    for part in (batch, rows, state)
+                )
+                if not fresh.size:
+                    return
+
+            # The learning rate of each parameter group falls linearly to 0.
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    remaining = 1 - self.step / flags.total_steps
+                    group["lr"] = group["initial_lr"] * remaining
+            parts = self.gradient(rows, state)  # Forward and backward pass.
+            grad_norm = nn.utils.clip_grad_norm_(
+                net.parameters(), flags.grad_norm_clipping or math.inf
+            )
+            sums = losses.sum_scalars(parts, grad_norm)  # Waits for the device.
+            is_finite = math.isfinite(sums["total_loss"] + sums["grad_norm"])
+            if is_finite:
+                for optimizer in self.optimizers:
+                    optimizer.step()
+            self._count(batch, sums, is_finite)
+
+    def _fresh_columns(self, batch: Nest) -> np.ndarray:
+        """Return which rollouts --max_policy_lag leaves; count the others.
+
+        A rollout is too old if its first action was chosen by weights that have been
+        updated more often since. (If no rollout of a batch is left, the weights stay as
+        they are, and the next rollouts are younger.)
+        """
+        num_rollouts = batch["done"].shape[1]
+        if self.flags.max_policy_lag is None:
+            return np.arange(num_rollouts)
+        lag = self.updates - batch["policy_version"][1:].min(axis=0)  # [B]
+        fresh = np.flatnonzero(lag <= self.flags.max_policy_lag)
+        num_stale = num_rollouts - fresh.size
+        self.stale += num_stale
+        self.rows["stale"] += num_stale * (len(batch["done"]) - 1)
+        return fresh
+
+    def _count(self, batch: Nest, sums: dict[Any, float], is_finite: bool) -> None:
+        """Count an update, and all that the log says of its batch."""
+        # A step that starts at a truncated row is no transition (the table).
+        num_steps = int(np.count_nonzero(~batch["truncated"][:-1]))
+        rows = map_nest(lambda x: x[1:], batch)  # Row 0 was another rollout's last.
+        self.episodes.add_episodes(rows["episode_return"][rows["done"]])
+        info = rows["info"]
+        ended = ~np.isnan(info["game_return"])
+        self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
+        lag = self.updates - rows["policy_version"]
+        self.averages.add_max(policy_lag_max=lag.max())
+        means = {key: sums.pop(key) / max(num_steps, 1) for key in ("rho", "entropy")}
+        self.averages.add(
+            sums,
+            mean_rho=means["rho"],
+            entropy=means["entropy"],
+            policy_lag_mean=lag.mean(),
+        )
+        for key in self.flags.info_keys:
+            values = info[key][np.isfinite(info[key])]
+            if values.size:
+                self.averages.add(**{f"info_{key}": values.mean()})
+
+        self.step += num_steps
+        if is_finite:
+            self.updates += 1
+            self.skipped_in_a_row = 0
+            self.rows["learned"] += rows["done"].size
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.rows["unused"] += rows["done"].size
+        if self.skipped_in_a_row >= MAX_BAD_UPDATES:
+            self.failed = True
+            bad = losses.describe_not_finite(batch)
+            raise FloatingPointError(
+                f"{self.skipped_in_a_row} updates in a row had a loss "
+                f"({sums['total_loss']}) or gradient norm ({sums['grad_norm']}) that "
+                f"is not finite; {bad} The weights are as they were before. Lower "
+                "--learning_rate, or check the environment's observations."
+            )
+
+    def finished(self) -> bool:
+        """Say whether --total_steps are done."""
+        return self.step >= self.flags.total_steps
+
+    @contextlib.contextmanager
+    def between_updates(self, limit_s: float) -> Iterator[None]:
+        """Hold `lock`, waiting for it for up to `limit_s`.
+
+        Raises:
+          StallError: the present update does not end.
+        """
+        if not self.lock.acquire(timeout=limit_s):
+            raise StallError(
+                f"an update has not ended within {limit_s:g} s: a learner thread holds "
+                "learner.lock"
+            )
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    def state(self) -> dict[str, Any]:
+        """Return the counters, for `restore`. Needs the lock."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "stale": self.stale,
+            "episodes": self.episodes.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.updates = state["updates"]
+        self.skipped = state["skipped"]
+        self.stale = state.get("stale", 0)  # Older checkpoints have none.
+        self.episodes.restore(state["episodes"])
+
+
+def compute_gradient(
+    flags: argparse.Namespace,
+    net: nn.Module,
+    loss: Callable[..., ImpalaLoss],
+    rows: Nest,
+    state: State,
+) -> list[ImpalaLoss]:
+    """Set the gradient of a batch's loss; return the losses of its groups of columns.
+
+    The loss is a sum over columns, and so is its gradient: on a CPU one group of
+    columns after another uses the same, warm memory.
+
+    Args:
+      loss: called like `compute_loss`.
+      rows: [T + 1, B, ...] as the table in `core.rollout` says, on net's device.
+      state: the recurrent state before row 0.
+    """
+    # A CUDA graph writes into the .grad tensors it was recorded with, so they are
+    # zeroed in place.
+    net.zero_grad(set_to_none=not flags.cuda_graphs)
+    parts = []
+    for rows_part, state_part in losses.split_columns(rows, state):
+        part = loss(flags, net, rows_part, state_part)
+        part.total_loss.backward()
+        parts.append(part)
+    return parts
+
+
+def compute_loss(
+    flags: argparse.Namespace, net: Any, rows: Nest, state: State
+) -> ImpalaLoss:
+    """Return the loss of some columns of a batch under the network being trained.
+
+    Args:
+      net: has `first_action`, the number of its action 0.
+      rows: [T + 1, B, ...], contiguous, on net's device.
+      state: the recurrent state before row 0.
+    """
+    outputs, _ = net(rows, state)
+    rows = {**rows, "action": rows["action"] - net.first_action}
+    return impala_loss(outputs, rows, **loss_options(flags))
+
+
+def loss_options(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the keyword arguments of `impala_loss` that flags are for."""
+    names = ("discounting", "baseline_cost", "entropy_cost", "reward_clipping")
+    return {name: getattr(flags, name) for name in names}
+
+
+def impala_loss(
+    learner_outputs: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Any],
+    *,
+    discounting: float,
+    baseline_cost: float,
+    entropy_cost: float,
+    reward_clipping: str,
+    **clipping: Any,
+) -> ImpalaLoss:
+    """Compute the loss of a batch of rollouts.
+
+    Its gradient is the update of the paper's section 4.2, with sums over all
+    transitions x_s -> x_{s+1} of the batch:
+
+        - sum rho_s log pi(a_s|x_s) (r_s + gamma_s v_{s+1} - V(x_s))
+        + baseline_cost * 1/2 sum (v_s - V(x_s))^2
+        - entropy_cost * sum H(pi(.|x_s))
+
+    where v is the V-trace target, and only pi and V have a gradient.
+
+    Args:
+      learner_outputs: policy_logits [T + 1, B, A] and baseline [T + 1, B], float32, of
+        the network being trained, for the observation of each row.
+      batch: [T + 1, B, ...] as the table in `core.rollout` says; actions count from 0.
+      discounting: gamma inside an episode.
+      baseline_cost, entropy_cost: weights of the baseline loss and the entropy bonus.
+      reward_clipping: "abs_one" clamps rewards to [-1, 1], "none" leaves them.
+      clipping: `lambda_` and the thresholds that
+        `core.algorithm.vtrace.from_importance_weights` takes; the paper's by default.
+
+    Raises:
+      ValueError: a shape, a dtype or reward_clipping; the message names it.
+    """
+    losses.check_rows(learner_outputs, batch)
+
+    # Row t+1 of the batch holds the action chosen at row t's observation, with the
+    # logits it was drawn from, the reward it brought, and whether it ended the episode
+    # (the table in core.rollout). So the T transitions pair the learner's rows [:-1],
+    # where they start, with the batch's rows [1:], where they arrive. The learner's
+    # last row has no transition left; its value is what the rollout bootstraps from.
+    logits = learner_outputs["policy_logits"][:-1]
+    values = learner_outputs["baseline"][:-1]
+    bootstrap_value = learner_outputs["baseline"][-1]
+    actions = batch["action"][1:]
+    behavior_logits = batch["policy_logits"][1:]
+    rewards = losses.clip_rewards(batch["reward"][1:], reward_clipping)
+    discounts = (~batch["done"][1:]).to(values.dtype) * discounting
+
+    # Termination and truncation part here (Pardo et al. 2018, arXiv:1712.00378). An
+    # episode that terminates gets discount 0. One that is truncated goes on to
+    # bootstrap from V(final observation): the transition into a truncated row is like
+    # any other. What starts at a truncated row leads to the reset observation and is
+    # no transition: weight zero, so its v is V, and all its losses are zero.
+    transitions = ~batch["truncated"][:-1]
+
+    with torch.no_grad():
+        log_rhos = vtrace.action_log_probs(logits, actions)
+        log_rhos -= vtrace.action_log_probs(behavior_logits, actions)
+        log_rhos.masked_fill_(~transitions, -torch.inf)
+    vs, pg_advantages = vtrace.from_importance_weights(
+        log_rhos, discounts, rewards, values, bootstrap_value, **clipping
+    )
+
+    pg_loss = losses.compute_policy_gradient_loss(logits, actions, pg_advantages)
+    baseline_loss = baseline_cost * losses.compute_baseline_loss(vs - values)
+    negentropy = losses.compute_entropy_loss(logits, transitions)
+    entropy_loss = entropy_cost * negentropy
+    rhos = log_rhos.exp()
+    if (threshold := clipping.get("clip_rho_threshold", 1.0)) is not None:
+        rhos = rhos.clamp(max=threshold)
+    return ImpalaLoss(
+        total_loss=pg_loss + baseline_loss + entropy_loss,
+        pg_loss=pg_loss.detach(),
+        baseline_loss=baseline_loss.detach(),
+        entropy_loss=entropy_loss.detach(),
+        entropy=-negentropy.detach(),
+        rho=rhos.sum(),
+    )

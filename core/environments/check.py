@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m core.environments.check ENV`: does ENV obey its own spec?
+
+Prints what the learner will see of the environment, then each kind of violation of its
+spec or of the API, one per line. Exit status 0 if there is none, else 78. A space that
+the learner does not support is no violation, but its exit status is 78 too.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import math
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+if __name__ == "__main__":
+    from core.installed import explain_missing_packages
+
+    explain_missing_packages()
+
+import gymnasium as gym
+import numpy as np
+
+from core import flag_types, rollout
+from core.environments import faults
+from core.environments.classic_gym import ClassicGym, convert_space
+from core.environments.make import make
+from core.environments.stepping import Environments
+from core.errors import EnvSpecError, EnvValueError
+from core.nests import Nest, leaves, map_nest
+from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
+
+EXIT_OK, EXIT_SPEC_MISMATCH = 0, 78
+PROGRESS_S = 5.0  # Between two lines of progress.
+REPLAY_STEPS = 300  # Of two plays with one seed; enough to notice an ignored seed.
+
+
+class Unplayable(Exception):
+    """The play cannot continue after the last violation."""
+
+
+class Violations:
+    """The violations of an environment: each kind once, with first step and count."""
+
+    def __init__(self) -> None:
+        self.step = 0  # The present step; 0 is the first reset.
+        self._first: dict[str, str] = {}  # Kind -> text of its first violation.
+        self._count: collections.Counter[str] = collections.Counter()
+        # No violations: keys that --info_keys can take.
+        self.info_scalars: set[str] = set()
+
+    def add(self, kind: str, text: str) -> None:
+        self._first.setdefault(kind, f"step {self.step}: {text}")
+        self._count[kind] += 1
+
+    def expected(self, name: str, expected: Any, got: Any) -> None:
+        self.add(name, f"'{name}' expected {expected}, got {faults.describe(got)}")
+
+    def lines(self) -> list[str]:
+        return [
+            f"{text} ({count} times)" if (count := self._count[kind]) > 1 else text
+            for kind, text in self._first.items()
+        ]
+
+
+def check_observation(found: Violations, space: gym.Space, value: Any) -> None:
+    """Compare structure, shape, dtype and values (bounds, NaN) with the space."""
+    leaf_spaces = dict(leaves(rollout.leaf_spaces(space), "observation"))
+    values = dict(leaves(value, "observation"))
+    if values.keys() != leaf_spaces.keys():
+        missing = sorted(leaf_spaces.keys() - values.keys())
+        surplus = sorted(values.keys() - leaf_spaces.keys())
+        text = f"the observation lacks {missing} and adds {surplus}"
+        found.add("structure", text)
+    for name in leaf_spaces.keys() & values.keys():
+        leaf_space = leaf_spaces[name]
+        spec = spec_of(leaf_space)
+        array = np.asarray(values[name])
+        if array.shape != spec.shape or not np.can_cast(array.dtype, spec.dtype):
+            found.expected(name, spec, array)
+        elif not leaf_space.contains(array.astype(spec.dtype)):
+            text = f"values in [{array.min()}, {array.max()}]"
+            found.add(f"{name} values", f"'{name}' expected {leaf_space}, got {text}")
+
+
+def check_step(found: Violations, space: gym.Space, result: Any) -> None:
+    """Compare what `step` returned with the space and the API.
+
+    Raises:
+      Unplayable: `result` is not a tuple of five.
+    """
+    if not isinstance(result, tuple) or len(result) != 5:
+        expected = "(observation, reward, terminated, truncated, info)"
+        found.expected("step()", expected, result)
+        raise Unplayable
+    observation, reward, terminated, truncated, info = result
+    check_observation(found, space, observation)
+    try:
+        if np.ndim(reward) != 0 or not np.isfinite(float(reward)):
+            raise ValueError
+    except (TypeError, ValueError):
+        found.expected("reward", "a finite number", reward)
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not isinstance(flag, bool | np.bool_):
+            found.expected(name, "a bool", flag)
+    if not isinstance(info, dict):
+        found.expected("info", "a dict", info)
+        return
+    for key, value in info.items():
+        if isinstance(value, int | float | np.number | np.bool_):
+            found.info_scalars.add(key)
+
+
+def steps(num_steps: int, doing: str) -> Iterator[int]:
+    """Yield 0 to num_steps - 1; print progress every PROGRESS_S seconds."""
+    print_at = time.monotonic() + PROGRESS_S
+    for step in range(num_steps):
+        if time.monotonic() >= print_at:
+            print_at = time.monotonic() + PROGRESS_S
+            done = f"{step:,} of {num_steps:,} steps"
+            print(f"{doing}: {done}", file=sys.stderr, flush=True)
+        yield step
+
+
+def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[Any]:
+    """Take random actions; return the observations, rewards and ends of episodes.
+
+    Raises:
+      Unplayable: `reset` or `step` returned no tuple of the right length.
+    """
+    seen: list[Any] = []
+    observation_space = convert_space(env.observation_space)
+    action_space = convert_space(env.action_space)
+    leaf_spaces = rollout.leaf_spaces(action_space)
+    action_space.seed(seed)
+    ended = True
+    for step in steps(num_steps, "playing"):
+        if ended:
+            found.step = step
+            result: Any = env.reset(seed=seed) if step == 0 else env.reset()
+            if not isinstance(result, tuple) or len(result) != 2:
+                found.expected("reset()", "(observation, info)", result)
+                raise Unplayable
+            check_observation(found, observation_space, result[0])
+            seen.append(copy.deepcopy(result[0]))
+        found.step = step + 1
+        result = env.step(action_at(leaf_spaces, sample(action_space), 0))
+        check_step(found, observation_space, result)
+        ended = bool(result[2] or result[3])
+        seen.append(copy.deepcopy((result[0], result[1], ended)))
+    return seen
+
+
+def sample(action_space: gym.Space) -> Nest:
+    """Return a random action as a batch of one."""
+    return map_nest(lambda leaf: np.asarray(leaf)[np.newaxis], action_space.sample())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two nests hold the same values, bit for bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def print_rows(name: str, *, num_steps: int, seed: int) -> None:
+    """Print the row spec, and rewards, lengths and speed of random play."""
+    with contextlib.closing(Environments(lambda: make(name), 1, seed=seed)) as envs:
+        specs = list(leaves(envs.row_spec))
+        for i, (key, spec) in enumerate(specs):
+            print(f"{'' if i else 'row':<13}{key} {spec}")
+        num_bytes = sum(spec.nbytes for _, spec in specs)
+        print(f"{'':<13}= {num_bytes:,} bytes, without the agent's outputs")
+
+        rows = map_nest(
+            lambda spec: np.zeros((1, *spec.shape), spec.dtype), envs.row_spec
+        )
+        envs.action_space.seed(seed)
+        envs.reset(rows)
+        rewards, lengths, returns = [], [], []
+        start = time.perf_counter()
+        for _ in steps(num_steps, "measuring"):
+            envs.step(sample(envs.action_space), rows)
+            rewards.append(float(rows["reward"][0]))
+            if not math.isnan(rows["info"]["game_step"][0]):
+                lengths.append(int(rows["info"]["game_step"][0]))
+                returns.append(float(rows["info"]["game_return"][0]))
+        rate = num_steps / (time.perf_counter() - start)
+    print(f"random play  {num_steps:,} steps, {len(lengths)} finished games")
+    print(f"{'':<13}reward {min(rewards):g} to {max(rewards):g}")
+    if lengths:
+        print(f"{'':<13}return {min(returns):g} to {max(returns):g}", end=", ")
+        print(f"mean {np.mean(returns):g}")
+        print(f"{'':<13}length {min(lengths)} to {max(lengths)} steps", end=", ")
+        print(f"mean {np.mean(lengths):g}")
+    print(f"speed        {rate:,.0f} steps/s, one environment on one core")
+
+
+def check(name: str, *, num_steps: int, seed: int) -> list[str]:
+    """Print what the learner will see of `--env name`; return the violations.
+
+    Raises:
+      UnlearnableSpace: rollouts have no arrays for one of its spaces.
+      ValueError: there is no such environment.
+    """
+    found = Violations()
+    with (
+        contextlib.closing(make(name)) as used,
+        contextlib.closing(make(name)) as fresh,
+    ):
+        is_classic = isinstance(used, ClassicGym)
+        api = "classic gym" if is_classic else "Gymnasium"
+        print(f"environment  {faults.name_of(used)} ({api} API)")
+        print(f"observation  {used.observation_space}")
+        print(f"actions      {used.action_space}")
+        row_spec(used.observation_space, used.action_space, ())
+        try:
+            play(found, used, num_steps=num_steps, seed=seed)
+            # With the same seed a used environment must play like a new one.
+            used_play, fresh_play = (
+                play(Violations(), env, num_steps=REPLAY_STEPS, seed=seed + 1)
+                for env in (used, fresh)
+            )
+            if not same(used_play, fresh_play):
+                found.step = 0
+                found.add(
+                    "seed",
+                    f"two plays from reset(seed={seed + 1}) with the same actions "
+                    "differ: the seed does not decide the game",
+                )
+            print(f"info         {', '.join(sorted(found.info_scalars)) or '-'}")
+            print_rows(name, num_steps=num_steps, seed=seed)
+        except Unplayable:
+            pass
+        except (EnvSpecError, EnvValueError) as error:
+            if not found.lines():  # Otherwise `found` has this error already.
+                found.add("rows", str(error))
+        except Exception as error:
+            traceback.print_exc()
+            found.add("raises", f"{type(error).__name__}: {error}")
+    return found.lines()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = flag_types.Parser(
+        prog="python -m core.environments.check",
+        description="Print what the learner will see of an environment, and whether "
+        "the environment obeys its own spec under random actions.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "env",
+        metavar="ENV",
+        help="the environment, as `--env` of the trainers takes it",
+    )
+    parser.add_argument("--steps", type=int, default=1000, help="random steps to take")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the play")
+    flags = parser.parse_args(argv)
+    if flags.steps < 1:
+        parser.error(f"--steps is {flags.steps} but must be at least 1")
+    if flags.seed < 0:
+        parser.error(f"--seed is {flags.seed} but must not be negative")
+    try:
+        violations = check(flags.env, num_steps=flags.steps, seed=flags.seed)
+    except UnlearnableSpace as error:
+        print(f"not learned  {error}")
+        return EXIT_SPEC_MISMATCH
+    except ValueError as error:
+        parser.error(str(error))
+    for line in violations:
+        print(f"VIOLATION    {line}")
+    if violations:
+        return EXIT_SPEC_MISMATCH
+    print(f"ok           {flags.env} obeys its own spec")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What environments do wrong, as exceptions and in words."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from core.errors import EnvError
+from core.nests import ArraySpec
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Say whether `error` may be Python's own answer to SIGINT."""
+    return (
+        isinstance(error, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+
+
+@contextlib.contextmanager
+def only_exceptions(doing: str) -> Iterator[None]:
+    """Turn SystemExit, GeneratorExit and the like from an environment into EnvError.
+
+    Our own code would misread them: SystemExit ends a thread without a message, and
+    GeneratorExit ends a generator.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or is_ctrl_c(error):
+            raise
+        text = f"{doing}: {type(error).__name__}: {error}"
+        raise EnvError(f"the environment raised in {text}") from error
+
+
+def name_of(env: Any) -> str:
+    """Return the id under which `env` is registered, else the name of its class."""
+    spec = getattr(env, "spec", None)
+    return spec.id if spec is not None else type(env.unwrapped).__name__
+
+
+def describe(value: Any) -> str:
+    """Describe a value of the wrong kind, for a message."""
+    if isinstance(value, np.ndarray | np.generic):
+        return str(ArraySpec(value.shape, value.dtype))
+    if isinstance(value, dict):
+        return f"a dict with keys {list(value)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if value is None or isinstance(value, int | float | str):
+        return repr(value)
+    return f"a {type(value).__name__}"

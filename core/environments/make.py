@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make` creates one environment by its name. `--env` takes one of these names:
+
+    a Gymnasium id            CartPole-v1, ALE/Pong-v5, MinAtar/Breakout-v1, module:Id
+    package.module:function   a function of yours that returns an environment
+    gym:ID                    an id of classic gym: `pip install -e .[classic]`
+    Catch, Memory             the toys in core/environments/toys.py
+
+For vector environments see `core.environments.vector`.
+"""
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from core.environments import toys
+from core.environments.classic_gym import adapt
+
+TOYS = {"Catch": toys.Catch, "Memory": toys.Memory}
+REMOVED = ("ale-vector:", "envpool:")  # Names of vector environments before 0.1.
+
+
+def make(name: str, **kwargs: Any) -> gym.Env:
+    """Create the environment that `--env name` stands for (see the module docstring).
+
+    The environment gets `kwargs`; a `package.module:function` gets those of them that
+    its signature accepts.
+
+    Raises:
+      ValueError: there is no such environment; the message suggests similar names.
+    """
+    if name in TOYS:
+        return TOYS[name](**kwargs)
+    if name.startswith(REMOVED):
+        raise ValueError(
+            f"--env {name}: ale-vector: and envpool: were removed. For Atari use --env "
+            "ALE/Pong-v5 (PolyBeast: with --envs_per_stream), which is as fast. For a "
+            "vector environment of your own return core.environments.vector."
+            "from_vector_env(...) from create_environments in polybeast_env.py."
+        )
+    if name.startswith("gym:"):
+        return _make_classic(name.removeprefix("gym:"), **kwargs)
+    if ":" in name:
+        function = _find_function(name)
+        if function is not None:
+            return _call(name, function, kwargs)
+    return _make_gymnasium(name, **kwargs)
+
+
+def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
+    if name not in gym.registry:
+        _register_known_packages(name)
+    try:
+        # Gymnasium's passive checker is not needed: `Environments` checks each step.
+        env = gym.make(name, disable_env_checker=True, **kwargs)
+    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv):
+        known = [*TOYS, *gym.registry]
+        raise ValueError(_unknown(name, known) + _of_package(name)) from None
+    except gym.error.DependencyNotInstalled as error:
+        raise ValueError(f"--env {name}: {error}") from error
+    return MinAtar(env) if name.startswith("MinAtar/") else env
+
+
+def _register_known_packages(name: str) -> None:
+    """Register the ids of ale_py and minatar, which Gymnasium does not find."""
+    if name.startswith("MinAtar/"):
+        # minatar logs to the root logger that it cannot plot. If that were the first
+        # log record of the process, logging would also install a handler.
+        quiet = logging.NullHandler()
+        logging.getLogger().addHandler(quiet)
+        try:
+            import minatar.gym
+        except ImportError:
+            raise ValueError(f"--env {name} needs: pip install minatar") from None
+        finally:
+            logging.getLogger().removeHandler(quiet)
+        if "MinAtar/Breakout-v1" not in gym.registry:
+            minatar.gym.register_envs()
+    elif ":" not in name:
+        with contextlib.suppress(ImportError):
+            import ale_py
+
+            gym.register_envs(ale_py)
+            # Without this, each of many actors prints a banner. Errors still show.
+            ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+
+
+def _make_classic(name: str, **kwargs: Any) -> gym.Env:
+    try:
+        classic_gym = importlib.import_module("gym")
+    except ImportError:
+        raise ValueError(
+            f"--env gym:{name} needs classic gym, which is not installed. "
+            f"Try: pip install -e .[classic], or --env {name} from Gymnasium."
+        ) from None
+    parameters = inspect.signature(classic_gym.make).parameters
+    if "disable_env_checker" in parameters:
+        kwargs["disable_env_checker"] = True  # The checker of 0.26 breaks on numpy 2.
+    else:
+        kwargs.pop("render_mode", None)  # Before 0.24: render(mode="rgb_array").
+    try:
+        return adapt(classic_gym.make(name, **kwargs))
+    except classic_gym.error.UnregisteredEnv:
+        registry = classic_gym.envs.registry
+        names = [f"gym:{known}" for known in getattr(registry, "env_specs", registry)]
+        raise ValueError(_unknown(f"gym:{name}", names)) from None
+    except classic_gym.error.DependencyNotInstalled as error:
+        raise ValueError(f"--env gym:{name}: {error}") from error
+
+
+def _find_function(name: str) -> Callable[..., Any] | None:
+    """Import `package.module:attribute`; None if only the attribute is missing."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(missing + "."):
+            raise  # The module exists, but it imports a module that does not.
+        raise ValueError(
+            f"--env {name}: no module {missing!r} in the current directory or among "
+            "the installed packages. Run from the directory that holds it, or set "
+            "PYTHONPATH."
+        ) from None
+    function = getattr(module, attribute, None)
+    if function is None and name.rpartition(":")[2] not in gym.registry:
+        names = [n for n, value in vars(module).items() if callable(value)]
+        near = difflib.get_close_matches(attribute, names, n=3)
+        raise ValueError(
+            f"--env {name}: {module.__file__} has no function {attribute!r}, and "
+            f"importing it registers no such Gymnasium id.{_did_you_mean(near)}"
+        )
+    if function is not None and not callable(function):
+        raise ValueError(f"--env {name}: expected a function, got {function!r}")
+    return function
+
+
+def _call(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> gym.Env:
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        kwargs = {key: value for key, value in kwargs.items() if key in parameters}
+    env = function(**kwargs)
+    try:
+        return adapt(env)
+    except ValueError as error:
+        raise ValueError(f"--env {name}: {error}") from None
+
+
+def _unknown(name: str, names: list[str]) -> str:
+    by_lower = {known.lower(): known for known in names}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+    message = (
+        f"--env {name} is not known; expected a Gymnasium id, package.module:function, "
+        f"gym:ID, Catch or Memory.{_did_you_mean([by_lower[n] for n in near])}"
+    )
+    if importlib.util.find_spec("ale_py") is None:
+        message += " (For Atari games: pip install ale-py)"
+    return message
+
+
+def _of_package(name: str) -> str:
+    """Suggest package:ID if importing the package registers the id `name`."""
+    package = name.partition("-")[0].partition("/")[0].lower()  # MiniGrid-Empty-5x5-v0
+    if package.isidentifier() and ":" not in name:
+        with contextlib.suppress(Exception):  # Any package may have this name.
+            importlib.import_module(package)
+        if name in gym.registry:
+            return _did_you_mean([f"{package}:{name}"])
+    return " If another package registers this id, write package:ID."
+
+
+def _did_you_mean(near: list[str]) -> str:
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+class MinAtar(gym.Wrapper):
+    """MinAtar with games that depend only on their seed, and without seaborn.
+
+    The package's first sticky action of a game repeats the last action of the game
+    before, and its `render` needs seaborn. Here every game starts from action 0, and
+    `render` needs only numpy.
+    """
+
+    PIXELS = 16
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        base: Any = self.unwrapped
+        base.game.last_action = 0
+        return self.env.reset(seed=seed, options=options)
+
+    def render(self) -> Any:
+        base: Any = self.unwrapped
+        state = base.game.state()  # [10, 10, C] bool
+        hues = np.arange(state.shape[-1]) / state.shape[-1]
+        waves = np.cos(2 * np.pi * (hues[:, None] - np.arange(3) / 3))
+        colours = (128 + 127 * waves).astype(np.uint8)  # [C, 3]
+        channel = state.argmax(axis=-1)
+        image = np.where(state.any(axis=-1)[..., None], colours[channel], 0)
+        return image.repeat(self.PIXELS, 0).repeat(self.PIXELS, 1).astype(np.uint8)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RowWriter`: checks what environments return, and writes it into rollout rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from core.environments.faults import describe
+from core.errors import EnvSpecError, EnvValueError
+from core.nests import ArraySpec, Nest, map_nest
+from core.rollout import leaf_spaces, spec_of, value_range
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class RowWriter:
+    """Checks and writes what one of K environments returned.
+
+    All checks compare with the environments' own spaces and raise EnvSpecError, or
+    EnvValueError for a value out of its range.
+
+    Args:
+      space: the observation space.
+      where: returns the words for environment k in a message, with its step.
+    """
+
+    def __init__(self, space: gym.Space, where: Callable[[int], str]) -> None:
+        self._spec = spec_of(space)
+        self._ranges = map_nest(value_range, leaf_spaces(space))
+        self._where = where
+
+    def write_observation(self, rows: Nest, k: int, value: Any) -> None:
+        """Write the observation `value` into entry k of `rows` (a nest)."""
+        self._write(rows, k, value, self._spec, self._ranges, "observation")
+
+    def transition(self, k: int, result: Any) -> tuple[Any, float, bool, bool, dict]:
+        """Return what `step` returned, with the reward and the flags converted."""
+        try:
+            observation, reward, terminated, truncated, info = result
+        except (TypeError, ValueError):
+            expected = "(observation, reward, terminated, truncated, info)"
+            raise self._error(k, "step()", expected, result) from None
+        if not isinstance(info, dict):
+            raise self._error(k, "info", "a dict", info)
+        try:
+            terminated, truncated = bool(terminated), bool(truncated)
+        except ValueError:  # Arrays.
+            got = (terminated, truncated)
+            raise self._error(k, "terminated, truncated", "bools", got) from None
+        reward = self.number(k, "reward", reward)
+        if not -FLOAT32_MAX <= reward <= FLOAT32_MAX:  # True for NaN.
+            raise self._error(k, "reward", "a finite float32", reward)
+        return observation, reward, terminated, truncated, info
+
+    def check_reset(self, k: int, result: Any) -> None:
+        """Check that `reset` returned an observation and a dict."""
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not (is_pair and isinstance(result[1], dict)):
+            raise self._error(k, "reset()", "(observation, info)", result)
+
+    def number(self, k: int, name: str, value: Any) -> float:
+        """Return a scalar as a float."""
+        if type(value) is float:
+            return value
+        try:
+            if isinstance(value, str | bytes) or np.ndim(value) != 0:
+                raise TypeError
+            return float(value)
+        except (TypeError, ValueError):
+            raise self._error(k, name, "a number", value) from None
+
+    def _write(
+        self, rows: Nest, k: int, value: Any, spec: Nest, ranges: Nest, name: str
+    ) -> None:
+        if isinstance(spec, ArraySpec):
+            if (
+                type(value) is not np.ndarray
+                or value.shape != spec.shape
+                or value.dtype is not spec.dtype  # Faster than !=; _cast knows both.
+            ):
+                value = self._cast(k, name, spec, value)
+            if ranges is not None:
+                self._check_range(k, name, ranges, value)
+            rows[k] = value
+            return
+        if isinstance(spec, dict):
+            if not isinstance(value, dict) or value.keys() != spec.keys():
+                raise self._error(k, name, f"a dict with keys {list(spec)}", value)
+            keys: Any = spec
+        else:
+            if not isinstance(value, tuple) or len(value) != len(spec):
+                raise self._error(k, name, f"a tuple of {len(spec)}", value)
+            keys = range(len(spec))
+        for key in keys:
+            sub_name = f"{name}/{key}"
+            self._write(rows[key], k, value[key], spec[key], ranges[key], sub_name)
+
+    def _cast(self, k: int, name: str, spec: ArraySpec, value: Any) -> np.ndarray:
+        """Return `value` as an array of the right shape and a dtype that fits."""
+        try:
+            array = np.asarray(value)
+        except Exception:  # Ragged, or an object whose __array__ raises.
+            raise self._error(k, name, str(spec), value) from None
+        fits = np.can_cast(array.dtype, spec.dtype, casting="same_kind")
+        if array.shape != spec.shape or not fits:
+            raise self._error(k, name, str(spec), value)
+        return array
+
+    def _check_range(
+        self, k: int, name: str, limits: tuple[Any, Any], value: np.ndarray
+    ) -> None:
+        """Refuse a value that no network can take.
+
+        Unlike a wrong shape it may never come again, so it costs only the episode.
+        """
+        low, high = limits
+        if isinstance(low, int):
+            fine = low <= int(value) <= high
+        else:
+            fine = bool(((low <= value) & (value <= high)).all())
+        if not fine:
+            expected = f"{np.asarray(low).tolist()} to {np.asarray(high).tolist()}"
+            raise EnvValueError(
+                f"{self._where(k)}: '{name}' expected {expected}, got {value.tolist()}"
+            )
+
+    def _error(self, k: int, name: str, expected: str, got: Any) -> EnvSpecError:
+        return EnvSpecError(
+            f"{self._where(k)}: '{name}' expected {expected}, got {describe(got)}"
+        )

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Environments`: K environments that are stepped in turn and write rollout rows.
+
+The environments follow the Gymnasium API, with any nest of Box, Discrete, MultiDiscrete
+and MultiBinary observations and actions. Needs numpy and gymnasium, never torch: the
+environment servers import this module.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from core.environments.classic_gym import adapt, convert_space
+from core.environments.faults import is_ctrl_c, name_of, only_exceptions
+from core.environments.row_writer import RowWriter
+from core.errors import EnvError, EnvSpecError
+from core.nests import Nest, leaves, map_nest
+from core.rollout import action_at, copy_at, leaf_spaces, row_spec
+
+NAN = float("nan")
+
+
+def env_seed(seed: int, env_id: int, incarnation: int, game: int) -> int:
+    """Return the seed (31 bits) for one game of one environment.
+
+    `incarnation` counts how often this environment was started again after a crash, so
+    that its games are not played again.
+    """
+    entropy = np.random.SeedSequence([seed, env_id, incarnation, game])
+    return int(entropy.generate_state(1)[0]) & 0x7FFFFFFF
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvOptions:
+    """What `Environments` takes as keywords.
+
+    Attributes:
+      seed: the run's seed; `env_seed` derives each environment's own seed from it.
+      first_env_id: id of the first of these environments, counted over the whole run.
+      incarnation: how often these environments were started again after a crash.
+      info_keys: scalars to copy from `info` into each row, NaN where absent.
+      seed_every_game: reset every full game with a seed of its own, as `state` needs.
+        Otherwise only the first game is seeded: a new seed costs ALE as much time as
+        300 steps.
+      recycle_games: full games after which an environment is closed and a new one takes
+        its place, for simulators that leak; 0 for never. Rows do not show it.
+      truncation_is_done: a truncated episode takes one row, like a terminated episode,
+        for learners of TorchBeast, which do not know truncation.
+      clock: [1] float64. `Environments` writes `time.monotonic()` into it before each
+        call into an environment (constructor, reset, step, close). The owner sets it
+        back to 0 between calls of `Environments`. In shared memory another process can
+        see when one environment takes too long.
+    """
+
+    seed: int
+    first_env_id: int = 0
+    incarnation: int = 0
+    info_keys: tuple[str, ...] = ()
+    seed_every_game: bool = False
+    recycle_games: int = 0
+    truncation_is_done: bool = False
+    clock: np.ndarray | None = None
+
+
+@dataclasses.dataclass
+class _Progress:
+    """Where one environment stands."""
+
+    game: int = 0  # Index of the full game being played.
+    seed: int | None = None  # Seed of the last seeded reset.
+    steps: int = 0  # Steps since the last seeded reset.
+    episode_return: float = 0.0
+    episode_step: int = 0
+    game_return: float = 0.0  # A game is several episodes if lives end episodes.
+    game_step: int = 0
+    cut: bool = False  # The last row was `truncated`, so the next step only resets.
+    actions: list[Nest] = dataclasses.field(default_factory=list)  # Of this game.
+
+    def end_episode(self, *, game_over: bool) -> None:
+        self.episode_return, self.episode_step, self.cut = 0.0, 0, False
+        if game_over:
+            self.game += 1
+            self.game_return, self.game_step, self.actions = 0.0, 0, []
+
+    def counters(self) -> dict[str, Any]:
+        """Return the counters that a replay of the current game must reproduce."""
+        keys = ("game", "episode_return", "episode_step", "game_return", "game_step")
+        return {key: getattr(self, key) for key in keys}
+
+
+class Environments:
+    """K environments stepped in turn; each step is written as one rollout row.
+
+    Rows are nests of numpy arrays [K, ...] as `row_spec` says, written in place; the
+    table in `core.rollout` says what each key means. Each step checks what an
+    environment returns against its own spaces: structure, shape, dtype, and that
+    rewards are finite. (`python -m core.environments.check` checks bounds and more.)
+
+    A truncated episode takes two rows. The first row shows its final observation
+    (`truncated`). The next step executes no action; its row shows the reset observation
+    (`done`, reward 0, and once more the return of the truncated episode).
+
+    Where a lost life ends the episode but not the game, the environment sets
+    `info["life_lost"] = True` in that terminated step, and its next `reset` continues
+    the game. The game is over nevertheless if the step is also truncated, or if the
+    `info` of that `reset` has `new_game` (frames before the next episode ended it).
+
+    `info_keys` are read from the `info` of `step`; rows of a reset have NaN.
+
+    After an exception only `close` is allowed.
+
+    Args:
+      make_env: creates one environment; called `num_envs` times, and to recycle one.
+      num_envs: K.
+      options: the fields of `EnvOptions`; `seed` is required.
+    """
+
+    def __init__(
+        self, make_env: Callable[[], Any], num_envs: int, **options: Any
+    ) -> None:
+        self._make_env = make_env
+        self._options = EnvOptions(**options)
+        self._info_keys = self._options.info_keys
+        clock = self._options.clock
+        self._clock = np.zeros(1) if clock is None else clock
+        self._progress: list[_Progress] = []  # Empty until `reset`.
+        self.envs: list[gym.Env] = []
+        with contextlib.ExitStack() as stack, only_exceptions("making it"):
+            # One closer per environment, which closes that environment once.
+            self._closers = [
+                stack.enter_context(contextlib.ExitStack()) for _ in range(num_envs)
+            ]
+            for k in range(num_envs):
+                self.envs.append(self._make(k))
+            self.observation_space = convert_space(self.envs[0].observation_space)
+            self.action_space = convert_space(self.envs[0].action_space)
+            self._action_spaces = leaf_spaces(self.action_space)
+            self._check_equal_spaces()
+            self._writer = RowWriter(self.observation_space, self._where_now)
+            self.row_spec = row_spec(
+                self.observation_space, self.action_space, self._info_keys
+            )
+            self._closer = stack.pop_all()
+
+    def _make(self, k: int) -> gym.Env:
+        self._clock[0] = time.monotonic()
+        env = adapt(self._make_env())
+        self._closers[k].callback(self._close, env)
+        return env
+
+    def _close(self, env: gym.Env) -> None:
+        self._clock[0] = time.monotonic()
+        env.close()
+
+    def seeds(self) -> list[int]:
+        """Return the seed of each environment's first game, for the run's records."""
+        return [self._game_seed(k, 0) for k in range(len(self.envs))]
+
+    def reset(self, rows: Nest) -> None:
+        """Begin the first game of every environment; write the very first rows."""
+        self._progress = [_Progress() for _ in self.envs]
+        # 0, or `start` of a space that begins elsewhere.
+        first_action = map_nest(
+            lambda space: getattr(space, "start", 0), self._action_spaces
+        )
+        for k in range(len(self.envs)):
+            copy_at(rows["last_action"], k, first_action)
+            observation, _ = self._reset(k, self._game_seed(k, 0))
+            self._write_first(rows, k, observation)
+
+    def step(self, actions: Nest, rows: Nest) -> None:
+        """Take `actions` ([K, ...] arrays as the action space says); write the rows.
+
+        Raises:
+          EnvError: an environment raised.
+          EnvSpecError: an environment broke its spec.
+        """
+        if not self._progress:
+            raise RuntimeError("Environments.step was called before reset")
+        map_nest(np.copyto, rows["last_action"], actions)
+        for k in range(len(self.envs)):
+            self._step(k, actions, rows)
+
+    def render(self, k: int = 0) -> Any:
+        """Return a picture of environment k, from its `render`.
+
+        Raises:
+          EnvError: `render` raised.
+        """
+        self._clock[0] = time.monotonic()
+        try:
+            return self.envs[k].render()
+        except BaseException as error:
+            raise self._env_error(k, error) from error
+
+    def close(self) -> None:
+        """Close all environments; calling it again is fine."""
+        with only_exceptions("close()"):
+            self._closer.close()
+
+    # Exact resume: environments cannot be saved, but their games can be replayed.
+
+    def state(self) -> dict[str, Any]:
+        """Return a JSON-compatible state for `restore`.
+
+        Raises:
+          RuntimeError: not created with `seed_every_game`, or not yet reset.
+        """
+        if not self._options.seed_every_game or not self._progress:
+            raise RuntimeError(
+                "Environments.state needs seed_every_game=True and a reset before it"
+            )
+        envs = []
+        for progress in self._progress:
+            actions = [
+                [np.asarray(leaf).tolist() for _, leaf in leaves(action)]
+                for action in progress.actions
+            ]
+            envs.append({**progress.counters(), "actions": actions})
+        return {"seeds": self.seeds(), "envs": envs}
+
+    def restore(self, state: dict[str, Any], rows: Nest) -> None:
+        """Bring new environments to where `state` was taken.
+
+        Plays the current game of each environment again: its seeded reset, then its
+        actions.
+
+        Args:
+          state: the result of `state()`.
+          rows: the last rows before `state`; only read.
+
+        Raises:
+          ValueError: `state` belongs to other environments.
+          RuntimeError: playing the games again did not lead to `rows`.
+        """
+        if not self._options.seed_every_game:
+            raise RuntimeError("Environments.restore needs seed_every_game=True")
+        if state["seeds"] != self.seeds():
+            raise ValueError(
+                f"the saved environments have seeds {state['seeds']}, these have "
+                f"{self.seeds()}: --seed or the number of environments has changed"
+            )
+        replayed = map_nest(
+            lambda spec: np.zeros((len(self.envs), *spec.shape), spec.dtype),
+            self.row_spec,
+        )
+        self._progress = [_Progress(game=saved["game"]) for saved in state["envs"]]
+        for k, saved in enumerate(state["envs"]):
+            self._replay(k, saved, replayed)
+            difference = self._difference(k, saved, replayed, rows)
+            if difference is not None:
+                raise RuntimeError(
+                    f"environment {self._where(k)} is not deterministic given seed and "
+                    f"actions: after a replay of its game, {difference} differs. Such "
+                    "an environment cannot resume exactly."
+                )
+
+    def _replay(self, k: int, saved: dict[str, Any], rows: Nest) -> None:
+        seed = self._game_seed(k, saved["game"])
+        observation, _ = self._reset(k, seed)
+        self._write_first(rows, k, observation)
+        for flat in saved["actions"]:
+            action = self._unflatten(flat)
+            copy_at(rows["last_action"], k, action)
+            self._step(k, rows["last_action"], rows)
+
+    def _unflatten(self, flat: list[Any]) -> Nest:
+        values = iter(flat)
+        return map_nest(lambda _: next(values), self.row_spec["last_action"])
+
+    def _difference(
+        self, k: int, saved: dict[str, Any], replayed: Nest, rows: Nest
+    ) -> str | None:
+        """Return the name of the first value that a replay did not reproduce."""
+        for key, value in self._progress[k].counters().items():
+            if value != saved[key]:
+                return key
+        # The first row of a game describes the game before, which is not replayed.
+        keys = self.row_spec if saved["actions"] else ["observation"]
+        for key in keys:
+            pairs = zip(leaves(replayed[key], key), leaves(rows[key]), strict=True)
+            for (name, ours), (_, theirs) in pairs:
+                if ours[k].tobytes() != theirs[k].tobytes():
+                    return f"'{name}'"
+        return None
+
+    def _step(self, k: int, actions: Nest, rows: Nest) -> None:
+        """Step environment k, or reset it if its last row was `truncated`."""
+        progress = self._progress[k]
+        if progress.cut:
+            observation, _ = self._next_game(k)
+            self._write_first(rows, k, observation)
+            progress.end_episode(game_over=True)
+            return
+
+        action = action_at(self._action_spaces, actions, k)
+        if self._options.seed_every_game:
+            progress.actions.append(action)
+        progress.steps += 1
+        self._clock[0] = time.monotonic()
+        try:
+            result = self.envs[k].step(action)
+        except BaseException as error:
+            raise self._env_error(k, error) from error
+        transition = self._writer.transition(k, result)
+        observation, reward, terminated, truncated, info = transition
+        progress.episode_return += reward
+        progress.episode_step += 1
+        progress.game_return += reward
+        progress.game_step += 1
+
+        life_lost = terminated and info.get("life_lost", False)
+        game_over = truncated or (terminated and not life_lost)
+        if self._options.truncation_is_done:
+            terminated, truncated = terminated or truncated, False
+        if terminated and not game_over:
+            observation, reset_info = self._reset(k, None)
+            game_over = bool(reset_info.get("new_game", False))
+            if game_over and (self._options.seed_every_game or self._is_due(k)):
+                observation, _ = self._next_game(k)
+        elif terminated:  # Also if truncated: the value of a terminal state is 0.
+            observation, _ = self._next_game(k)
+        is_cut = truncated and not terminated
+        rows["reward"][k] = reward
+        self._write(rows, k, observation, terminated, is_cut, game_over, info)
+        if terminated:
+            progress.end_episode(game_over=game_over)
+        else:
+            progress.cut = truncated
+
+    def _next_game(self, k: int) -> tuple[Any, dict[str, Any]]:
+        """Begin the next game, in a new environment if that is due."""
+        seed = None
+        is_due = self._is_due(k)
+        if is_due:
+            self._recycle(k)
+        # Seed a new environment too, or it would play the games of the old one again.
+        if is_due or self._options.seed_every_game:
+            seed = self._game_seed(k, self._progress[k].game + 1)
+        return self._reset(k, seed)
+
+    def _is_due(self, k: int) -> bool:
+        """Say whether the game that has just ended was environment k's last."""
+        games = self._progress[k].game + 1
+        limit = self._options.recycle_games
+        return limit > 0 and games % limit == 0
+
+    def _recycle(self, k: int) -> None:
+        try:
+            self._closers[k].close()
+            self.envs[k] = self._make(k)
+        except BaseException as error:
+            raise self._env_error(k, error) from error
+        try:
+            self._check_equal_spaces()
+        except ValueError as error:
+            raise EnvSpecError(str(error)) from None
+
+    def _reset(self, k: int, seed: int | None) -> tuple[Any, dict[str, Any]]:
+        """Reset environment k, with `seed` if there is one."""
+        progress = self._progress[k]
+        self._clock[0] = time.monotonic()
+        try:
+            if seed is None:
+                result = self.envs[k].reset()
+            else:
+                progress.seed, progress.steps = seed, 0
+                result = self.envs[k].reset(seed=seed)
+        except BaseException as error:
+            raise self._env_error(k, error) from error
+        self._writer.check_reset(k, result)
+        return result
+
+    def _write_first(self, rows: Nest, k: int, observation: Any) -> None:
+        """Write row k that shows the first observation of a game."""
+        rows["reward"][k] = 0.0
+        self._write(rows, k, observation, True, False, False, {})
+
+    def _write(
+        self,
+        rows: Nest,
+        k: int,
+        observation: Any,
+        done: bool,
+        truncated: bool,
+        game_over: bool,
+        info: dict[str, Any],
+    ) -> None:
+        """Write row k, all but `last_action` and `reward`."""
+        progress = self._progress[k]
+        self._writer.write_observation(rows["observation"], k, observation)
+        rows["done"][k] = done
+        rows["truncated"][k] = truncated
+        rows["episode_return"][k] = progress.episode_return
+        rows["episode_step"][k] = progress.episode_step
+        infos = rows["info"]
+        infos["game_return"][k] = progress.game_return if game_over else NAN
+        infos["game_step"][k] = progress.game_step if game_over else NAN
+        for key in self._info_keys:
+            value = info.get(key)
+            if value is not None:
+                value = self._writer.number(k, f"info/{key}", value)
+            infos[key][k] = NAN if value is None else value
+
+    def _game_seed(self, k: int, game: int) -> int:
+        options = self._options
+        env_id = options.first_env_id + k
+        return env_seed(options.seed, env_id, options.incarnation, game)
+
+    def _check_equal_spaces(self) -> None:
+        first_id = self._options.first_env_id
+        for k, env in enumerate(self.envs):
+            for name in ("observation_space", "action_space"):
+                expected, got = getattr(self, name), convert_space(getattr(env, name))
+                if got != expected:
+                    raise ValueError(
+                        f"env {first_id + k} ({name_of(env)}): expected {name} "
+                        f"{expected} like that of env {first_id}, got {got}"
+                    )
+
+    def _where(self, k: int) -> str:
+        return f"{self._options.first_env_id + k} ({name_of(self.envs[k])})"
+
+    def _where_now(self, k: int) -> str:
+        return f"env {self._where(k)} step {self._progress[k].steps}"
+
+    def _env_error(self, k: int, error: BaseException) -> EnvError:
+        if is_ctrl_c(error):
+            raise error
+        return EnvError(
+            f"{self._where_now(k)} after reset(seed={self._progress[k].seed}): "
+            f"{type(error).__name__}: {error}"
+        )

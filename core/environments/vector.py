@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`from_vector_env`: a Gymnasium vector environment of your own as rollout rows.
+
+To serve one, return it from `create_environments` in polybeast_env.py:
+
+    envs = gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="async")
+    return from_vector_env(envs, **options)
+
+Use this where the K environments of a stream must be stepped by one call: a simulator
+that runs on a GPU, or a library that has its own threads or processes. Single
+environments do not need it: a server steps K of them in turn (`Environments`), which
+costs no more per step.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from core.environments.faults import is_ctrl_c
+from core.environments.stepping import Environments
+from core.errors import EnvError, EnvSpecError
+from core.nests import Nest, map_nest
+
+
+def from_vector_env(
+    vector: VectorEnv, *, info_keys: tuple[str, ...] = (), **options: Any
+) -> Environments:
+    """Return the environments of `vector`. The result owns `vector` and closes it.
+
+    Args:
+      vector: of any autoreset mode. It must obey `reset(options={"reset_mask": mask})`.
+        Those of Gymnasium, ale_py and EnvPool do, and so must all whose mode is
+        DISABLED. Any other must have the mode SAME_STEP and never truncate an episode.
+      info_keys, options: as `Environments` takes them, but not `seed_every_game` and
+        `recycle_games`. EnvPool takes its seeds when it is made; ours are ignored.
+
+    Raises:
+      ValueError: `vector` does not obey these rules.
+    """
+    is_done = options.get("truncation_is_done", False)
+    steps = _VectorSteps(vector, info_keys, truncation_is_done=is_done)
+    return _VectorEnvironments(steps, info_keys=info_keys, **options)
+
+
+class _VectorEnvironments(Environments):
+    """`Environments` whose K steps are one call of the vector environment.
+
+    Does not offer exact resume (`state`, `restore`).
+    """
+
+    def __init__(self, steps: "_VectorSteps", **options: Any) -> None:
+        self._steps = steps
+        super().__init__(iter(steps.envs).__next__, len(steps.envs), **options)
+
+    def reset(self, rows: Nest) -> None:
+        self._call(self._steps.reset_all, self.seeds())
+        super().reset(rows)
+
+    def step(self, actions: Nest, rows: Nest) -> None:
+        if self._progress:
+            cut = np.array([progress.cut for progress in self._progress], bool)
+            self._call(self._steps.step_all, actions, cut)
+        super().step(actions, rows)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        self._clock[0] = time.monotonic()
+        try:
+            function(*args)
+        except EnvSpecError as error:
+            raise EnvSpecError(f"{self._who()}: {error}") from error.__cause__
+        except BaseException as error:
+            if is_ctrl_c(error):
+                raise
+            message = f"{self._who()}: {type(error).__name__}: {error}"
+            raise EnvError(message) from error
+
+    def _who(self) -> str:
+        first = self._options.first_env_id
+        last = first + len(self.envs) - 1
+        steps = [progress.steps for progress in self._progress]
+        when = f"step {max(steps) + 1}" if steps else "reset"
+        return (
+            f"envs {self._options.first_env_id} to {last} ({self._steps.name}) {when}"
+        )
+
+    def _where(self, k: int) -> str:
+        return f"{self._options.first_env_id + k} ({self._steps.name})"
+
+
+class _VectorSteps:
+    """Steps a `VectorEnv`, and keeps the results for its K single views.
+
+    `VectorEnv.step` steps all K environments, but rows need each environment to reset
+    at its own time (see `Environments`). After a termination the same row shows the
+    reset observation. After a truncation the row shows the final observation and only
+    the next row shows the reset observation. Resets of single environments do what the
+    autoreset mode does not:
+
+                 termination            the step after a truncation
+    NEXT_STEP    we reset after step    the vector environment resets
+    SAME_STEP    has been reset         has been reset; takes a step with the rest that
+                                        no row shows; we reset again
+    DISABLED     we reset after step    we reset (DISABLED demands it); takes a step
+                                        that no row shows; we reset again
+
+    With `truncation_is_done` truncated episodes are treated like terminated ones.
+    """
+
+    def __init__(
+        self, vector: VectorEnv, info_keys: tuple[str, ...], *, truncation_is_done: bool
+    ) -> None:
+        spec = getattr(vector, "spec", None)
+        self.name = getattr(spec, "id", None) or type(vector.unwrapped).__name__
+        self.vector = vector
+        self._mode = _autoreset_mode(vector, self.name)
+        self._is_envpool = _is_envpool(vector)
+        self._can_reset_some = _can_reset_some(vector, self._mode)
+        if self._mode is AutoresetMode.NEXT_STEP and not self._can_reset_some:
+            raise ValueError(
+                f"{self.name} resets an ended episode in its next step, too late for "
+                "a rollout row, and it is not known to reset single environments "
+                "earlier. Let its metadata['autoreset_mode'] be SAME_STEP, or DISABLED "
+                "with reset(options={'reset_mask': mask})."
+            )
+        self._truncation_is_done = truncation_is_done
+        self._info_keys = ("life_lost", *info_keys)
+        self.envs = [_View(self, k) for k in range(vector.num_envs)]
+
+    def reset_all(self, seeds: list[int]) -> None:
+        inner = self.vector.unwrapped
+        seed: Any = seeds[0]  # `VectorEnv.reset` derives the other seeds from it.
+        if self._is_envpool:
+            seed = None
+        elif isinstance(inner, SyncVectorEnv | AsyncVectorEnv):
+            seed = seeds
+        elif _is_atari_vector_env(inner):
+            seed = np.array(seeds)
+        self._observations, self._infos = self.vector.reset(seed=seed)
+        self._resets: dict[int, tuple[Nest, dict[str, Any], int]] = {}
+
+    def step_all(self, actions: Nest, cut: np.ndarray) -> None:
+        """Step all environments; reset those that were `cut` ([K] bool) before."""
+        is_next_step = self._mode is AutoresetMode.NEXT_STEP
+        is_same_step = self._mode is AutoresetMode.SAME_STEP
+        self._resets = {}
+        if self._mode is AutoresetMode.DISABLED and cut.any():
+            self._reset(cut)
+        result = self.vector.step(actions)
+        self._observations, rewards, terminated, truncated, self._infos = result
+        # `Environments` reads single rewards; Python's floats are fastest for that.
+        self._rewards = self._array("rewards", rewards, np.float64).tolist()
+        self._terminated = self._array("terminations", terminated, np.bool_)
+        self._truncated = self._array("truncations", truncated, np.bool_)
+        if self._truncation_is_done:
+            self._terminated |= self._truncated
+        # Where the observation is a reset's; infos have the final observation.
+        self._finals = np.zeros_like(cut)
+        if is_same_step:
+            self._finals = self._terminated | self._truncated
+            self._check_finals(self._truncated & ~self._terminated & ~cut)
+        to_reset = np.zeros_like(cut)
+        if not is_next_step:
+            to_reset |= cut
+        if not is_same_step:
+            to_reset |= self._terminated
+        if to_reset.any():
+            self._reset(to_reset)
+
+    def step(self, k: int) -> tuple[Any, ...]:
+        """Return what environment k's own `step` would have returned."""
+        observations, infos = self._observations, self._infos
+        if self._finals[k]:  # ale_py has no final_info, so its info_keys are NaN here.
+            observations = infos.get("final_obs")
+            infos = infos.get("final_info", {})
+        return (
+            None if observations is None else _at(observations, k),
+            self._rewards[k],
+            self._terminated[k],
+            self._truncated[k],
+            _info_at(infos, self._info_keys, k),
+        )
+
+    def reset(self, k: int) -> tuple[Nest, dict[str, Any]]:
+        """Return what environment k's own `reset` would have returned."""
+        all_now = (self._observations, self._infos, k)
+        observations, infos, index = self._resets.get(k, all_now)
+        return _at(observations, index), _info_at(infos, ("new_game",), index)
+
+    def _reset(self, mask: np.ndarray) -> None:
+        result = self.vector.reset(options={"reset_mask": mask.copy()})
+        observations, infos = result
+        for index, k in enumerate(np.flatnonzero(mask)):
+            # EnvPool returns only the environments of the mask; others return all K.
+            self._resets[k] = (observations, infos, index if self._is_envpool else k)
+
+    def _array(self, name: str, value: Any, dtype: Any) -> np.ndarray:
+        array = np.asarray(value)
+        if array.shape != (len(self.envs),):
+            raise EnvSpecError(
+                f"'{name}' expected shape ({len(self.envs)},), got {array.shape}"
+            )
+        return array.astype(dtype)
+
+    def _check_finals(self, cut: np.ndarray) -> None:
+        if not cut.any():
+            return  # Rows do not show the final observation of a terminated episode.
+        if "final_obs" not in self._infos:
+            raise EnvSpecError(
+                "an episode was truncated, and a rollout row must show its final "
+                f"observation: expected info['final_obs'], got {sorted(self._infos)}"
+            )
+        if not self._can_reset_some:
+            raise EnvSpecError(
+                "an episode was truncated, and the environment is not known to reset "
+                "single environments with reset(options={'reset_mask': mask}). Let its "
+                "metadata['autoreset_mode'] be DISABLED if it can."
+            )
+
+
+class _View(gym.Env):
+    """Environment k of a vector environment that has been stepped or reset before."""
+
+    def __init__(self, steps: _VectorSteps, k: int) -> None:
+        self._steps = steps
+        self._k = k
+        self.observation_space = steps.vector.single_observation_space
+        self.action_space = steps.vector.single_action_space
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        return self._steps.reset(self._k)
+
+    def step(self, action: Any) -> Any:
+        return self._steps.step(self._k)
+
+    def close(self) -> None:
+        self._steps.vector.close()  # Once per view; `VectorEnv.close` allows it.
+
+
+def _at(batch: Nest, k: int) -> Nest:
+    """Return entry k of each leaf; `Environments` checks its shape and dtype."""
+    return map_nest(lambda leaf: leaf[k], batch)
+
+
+def _info_at(infos: dict[str, Any], keys: tuple[str, ...], k: int) -> dict[str, Any]:
+    """Return those of `keys` that `infos` has for environment k (by its `_key`)."""
+    return {
+        key: infos[key][k]
+        for key in keys
+        if key in infos and (f"_{key}" not in infos or infos[f"_{key}"][k])
+    }
+
+
+def _autoreset_mode(vector: VectorEnv, name: str) -> AutoresetMode:
+    mode = vector.metadata.get("autoreset_mode")
+    if not isinstance(mode, AutoresetMode):
+        raise ValueError(
+            f"{name}: expected a gymnasium.vector.AutoresetMode in "
+            f"metadata['autoreset_mode'], got {mode!r}"
+        )
+    return mode
+
+
+def _can_reset_some(vector: VectorEnv, mode: AutoresetMode) -> bool:
+    inner = vector.unwrapped
+    return (
+        mode is AutoresetMode.DISABLED
+        or isinstance(inner, SyncVectorEnv | AsyncVectorEnv)
+        or _is_atari_vector_env(inner)
+        or _is_envpool(vector)
+    )
+
+
+def _is_atari_vector_env(vector: Any) -> bool:
+    return type(vector).__module__ == "ale_py.vector_env"
+
+
+def _is_envpool(vector: Any) -> bool:
+    return any(cls.__module__.startswith("envpool.") for cls in type(vector).__mro__)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exit statuses, and the exceptions that more than one room raises or catches."""
+
+import enum
+
+
+class Exit(enum.IntEnum):
+    """Exit statuses of every program here (sysexits.h where one fits)."""
+
+    DONE = 0
+    USAGE = 2  # Bad flags; argparse's own.
+    INTERNAL = 70
+    CHECKPOINT = 74  # A checkpoint could not be read or written, or the disk is full.
+    STOPPED = 75  # Stopped by a signal; the same command resumes the run.
+    CONFIG = 78  # Configurations, specs or versions do not match.
+
+
+class ConfigError(Exception):
+    """The run cannot go on as configured; the message says what to change."""
+
+
+class StallError(Exception):
+    """No progress for `--stall_timeout_s`."""
+
+
+def one_line(text: str) -> str:
+    """Return the first line of a text; for a traceback, its last line too."""
+    first, *others = text.strip().splitlines() or [""]
+    if others and first.endswith("Traceback (most recent call last):"):
+        return f"{first} ... {others[-1]}"
+    return first
+
+
+class EnvError(RuntimeError):
+    """An environment raised an exception, which is the `__cause__` of this one."""
+
+
+class EnvValueError(EnvError):
+    """An observation is outside its space; the message shows both."""
+
+
+class EnvSpecError(ValueError):
+    """An environment violates its spec or the Gymnasium API. A retry cannot help."""

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parsers of single flags, and an argument parser whose errors are one line."""
+
+import argparse
+import decimal
+import difflib
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+MAX_INT = 10**18  # Fits into 64 bits; without a limit 1e999999 would fill the memory.
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+# Flags of one program only: for the error message if the other program gets them.
+ONLY_IN = {
+    "MonoBeast (python -m monobeast)": (
+        "envs_per_actor",
+        "num_buffers",
+        "serial",
+        "start_method",
+    ),
+    "PolyBeast (python -m polybeast)": (
+        "actor_device",
+        "envs_per_stream",
+        "insecure",
+        "keepalive_s",
+        "learner_device",
+        "max_learner_queue_size",
+        "num_inference_threads",
+        "num_servers",
+        "pipes_basename",
+        "server_addresses",
+        "streams_per_server",
+        "tls_dir",
+        "write_profiler_trace",
+    ),
+}
+
+
+def int_at_least(at_least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers >= `at_least`, for `type=`.
+
+    200000, 200_000, 2e5, 200k and 0.2M are the same number.
+    """
+
+    def parse(text: str) -> int:
+        match = re.fullmatch(r"([\d_]*\.?\d+(?:[eE]\+?\d+)?)([kMG]?)", text, re.ASCII)
+        value = decimal.Decimal(-1)
+        if match is not None:
+            value = decimal.Decimal(match[1].replace("_", "")) * UNITS[match[2]]
+        if not at_least <= value <= MAX_INT or value % 1:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number >= {at_least} (and at most 10^18), such as "
+                f"20000, 20_000, 2e4, 20k or 1.5M, got {text!r}"
+            )
+        return int(value)
+
+    return parse
+
+
+def number(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """Return a parser of finite numbers in [low, high], for `type=`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and math.isfinite(value)):
+            bounds = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+            raise argparse.ArgumentTypeError(
+                f"expected a number {bounds}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Parse a comma list of names, for `type=`."""
+    result = tuple(name for name in text.split(",") if name)
+    for name in result:
+        if result.count(name) > 1:
+            raise argparse.ArgumentTypeError(
+                f"expected each name once, got {name!r} twice"
+            )
+    return result
+
+
+def to_argv(flags: argparse.Namespace, keys: Sequence[str]) -> list[str]:
+    """Return the command line that sets the flags `keys` to their values in `flags`."""
+    argv = []
+    for key in keys:
+        match getattr(flags, key):
+            case None:
+                pass
+            case bool(value):
+                argv.append(f"--{key}" if value else f"--no-{key}")
+            case tuple(value):
+                argv.append(f"--{key}={','.join(value)}")
+            case value:
+                argv.append(f"--{key}={value}")
+    return argv
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports errors in one line, which ends with where to find help."""
+
+    def parse_args(self, args=None, namespace=None):
+        flags, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0].partition("=")[0]))
+        return flags
+
+    def error(self, message: str) -> NoReturn:
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"{self.prog}: error: {message}{end} See {self.prog} --help\n")
+
+    def _unknown(self, flag: str) -> str:
+        if not flag.startswith("-"):
+            return f"{flag!r} is not a flag, nor the value of one"
+        for program, flags in ONLY_IN.items():
+            if flag.lstrip("-") in flags:
+                return f"{flag} is for {program} only"
+        known = [name.lstrip("-") for name in self._option_string_actions]
+        near = difflib.get_close_matches(flag.lstrip("-"), known, n=1)
+        did_you_mean = "".join(f". Did you mean --{name}?" for name in near)
+        return f"there is no flag {flag}{did_you_mean}"
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except None, False and (), which tell a reader nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == ():
+            return action.help
+        return super()._get_help_string(action)
+
+
+def divisor(number: int, *, at_most: int) -> int:
+    """Return the largest divisor of `number` that is <= `at_most`."""
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)

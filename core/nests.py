@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nests of arrays, and the shape and dtype of each array in them.
+
+A *nest* is a leaf, or a dict or tuple of nests. Observations are nests, and so is a
+complete rollout row (see `core.rollout`). Needs numpy only.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+# A leaf of any type, or a dict or tuple of nests. (A recursive alias would force
+# every caller into casts.)
+Nest = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of one leaf."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def map_nest(fn: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
+    """Apply `fn` to the leaves of nests of equal structure; keep the structure.
+
+    Raises:
+      ValueError: the nests differ in their keys or lengths.
+    """
+    if isinstance(nest, dict):
+        for other in others:
+            if not isinstance(other, dict) or other.keys() != nest.keys():
+                got = sorted(other) if isinstance(other, dict) else type(other).__name__
+                raise ValueError(f"nests differ: keys {sorted(nest)} against {got}")
+        return {k: map_nest(fn, v, *(o[k] for o in others)) for k, v in nest.items()}
+    if isinstance(nest, tuple):
+        for other in others:
+            if not isinstance(other, tuple) or len(other) != len(nest):
+                size = len(other) if isinstance(other, tuple) else type(other).__name__
+                raise ValueError(f"nests differ: a tuple of {len(nest)} against {size}")
+        return tuple(map_nest(fn, *leaves) for leaves in zip(nest, *others))
+    return fn(nest, *others)
+
+
+def leaves(nest: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (name, leaf) in a fixed order; names are paths such as `observation/0`.
+
+    No two leaves have the same name: in keys, `~` and `/` become `~0` and `~1`.
+    """
+    items: list[tuple[str, Any]]
+    if isinstance(nest, dict):
+        escaped = (key.replace("~", "~0").replace("/", "~1") for key in nest)
+        items = list(zip(escaped, nest.values()))
+    elif isinstance(nest, tuple):
+        items = [(str(i), value) for i, value in enumerate(nest)]
+    else:
+        yield name, nest
+        return
+    for key, value in items:
+        yield from leaves(value, f"{name}/{key}" if name else key)

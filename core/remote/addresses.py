@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The addresses at which environment servers listen, and whether they are free."""
+
+import argparse
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Iterator
+
+from core.errors import ConfigError
+from core.remote import tls
+
+log = logging.getLogger(__name__)
+
+LOCK_S = 10.0  # For other servers that start to listen in the same folder.
+UNIX_PATH_NBYTES = 107  # Limit of Linux's sockaddr_un; other systems allow less.
+DEFAULT_ADDRESS = "unix:/tmp/polybeast"  # As in TorchBeast.
+
+
+def addresses_to_serve(flags: argparse.Namespace) -> list[str]:
+    """Return the address of each server that polybeast_env starts, all of them checked.
+
+    Raises:
+      ConfigError: as `server_addresses` and `check_address`.
+    """
+    basename = flags.pipes_basename
+    if basename is not None:  # TorchBeast's flag: one server has the suffix .0, too.
+        addresses = [f"{basename}.{i}" for i in range(flags.num_servers)]
+    else:
+        addresses = server_addresses(flags.server_address, flags.num_servers)
+    for address in addresses:
+        check_address(address, tls_dir=flags.tls_dir, insecure=flags.insecure)
+    if tls.is_public(addresses[0]) and flags.insecure:
+        log.warning(
+            "INSECURE: whoever can connect to %s can use these servers, and the "
+            "traffic is neither encrypted nor authenticated (--insecure)",
+            addresses[0].rpartition(":")[0],
+        )
+    return addresses
+
+
+def server_addresses(address: str, num_servers: int) -> list[str]:
+    """Return the address of each of `num_servers` servers.
+
+    Servers have consecutive ports; port 0 stays 0, and the system chooses a free port.
+    Several unix sockets end in .0, .1 and so on. Without a host it is 127.0.0.1.
+
+    Raises:
+      ConfigError: no server can listen there.
+    """
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        path = re.sub("^//+", "/", path)  # unix:///path is another spelling.
+        if num_servers == 1:
+            return [f"unix:{path}"]
+        return [f"unix:{path}.{i}" for i in range(num_servers)]
+    host, _, port = address.rpartition(":")
+    if not (":" in address and port.isdecimal()):
+        raise ConfigError(
+            f"--server_address is {address!r}; expected host:port, :port or unix:/path"
+        )
+    first = int(port)
+    last = first + num_servers - 1 if first else 0
+    if last > 65535:
+        raise ConfigError(
+            f"--server_address {address} with --num_servers {num_servers} needs ports "
+            f"up to {last}; the last one is 65535. Choose a lower port."
+        )
+    ports = range(first, last + 1) if first else [0] * num_servers
+    return [f"{host or '127.0.0.1'}:{p}" for p in ports]
+
+
+def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
+    """Check that a server may listen at an address. Does not check if a port is free.
+
+    The socket file of a dead server is accepted: the new server replaces it.
+
+    Raises:
+      ConfigError: other machines can connect and nothing protects the traffic; or the
+        path of a unix socket cannot be used, or a live server listens there.
+    """
+    if tls.is_public(address) and tls_dir is None and not insecure:
+        raise ConfigError(
+            f"other machines can connect to {address}. Either encrypt the traffic, and "
+            "admit your own learners only: --tls_dir DIR, with a folder that "
+            f"{tls.CERTS_COMMAND} has made. Or let in whoever can reach the port: "
+            "--insecure. For this machine alone listen at 127.0.0.1."
+        )
+    if not address.startswith("unix:"):
+        return
+    path = address.removeprefix("unix:")
+    nbytes = len(os.fsencode(path))
+    if nbytes > UNIX_PATH_NBYTES:
+        raise ConfigError(
+            f"the socket path {path} has {nbytes} bytes, but the system takes at most "
+            f"{UNIX_PATH_NBYTES}. Choose a shorter one."
+        )
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            f"cannot listen at {address}: there is no folder {folder}. Create it."
+        )
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"cannot listen at {address}: no permission to write into {folder}"
+            ) from None
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"cannot listen at {address}: that file is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return
+        except OSError as error:  # Such as a full backlog: a server is there.
+            raise ConfigError(f"cannot listen at {address}: {error}") from error
+    raise ConfigError(
+        f"{address} is in use: a live server listens there. Stop it, or choose another "
+        "path."
+    )
+
+
+@contextlib.contextmanager
+def taking(address: str) -> Iterator[None]:
+    """Check a unix socket's path; lock its folder while the block runs.
+
+    gRPC replaces the socket of a live server without an error. The lock keeps two
+    servers that start at the same time from doing so.
+
+    Raises:
+      ConfigError: as `check_address`; or the folder stays locked for LOCK_S.
+    """
+    if not address.startswith("unix:"):
+        yield
+        return
+    folder = os.path.dirname(address.removeprefix("unix:")) or "."
+    fd = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + LOCK_S
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"cannot listen at {address}: another process has had a lock "
+                        f"on {folder} for {LOCK_S:g} s. Choose another folder."
+                    ) from None
+                time.sleep(0.01)
+        check_address(address, tls_dir=None, insecure=False)
+        yield
+    finally:
+        os.close(fd)
+
+
+def reason_not_bound(address: str) -> str:
+    """Say why gRPC could not listen at a TCP address. gRPC itself gives no reason."""
+    host, _, port = address.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(
+            host.strip("[]"),
+            int(port),
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
+        )
+        for family, kind, protocol, _, where in infos:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                probe.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"{address} is in use by another program. Choose another port."
+        return f"cannot listen at {address}: {error.strerror or error}"
+    return f"cannot listen at {address}"

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Server`: serves environments to a learner over gRPC, in this process.
+
+    Server(make_env, "unix:/tmp/polybeast.0").run()
+
+The protocol is in proto/torchbeast.proto. A thread runs each stream (`stream.Stream`),
+which takes one of S places (`places.Places`). `polybeast_env.py` runs one server in
+each of its processes. Needs grpcio, numpy and gymnasium.
+"""
+
+import contextlib
+import os
+import queue
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import numpy as np
+
+from core.errors import ConfigError
+from core.remote import codec, messages, tls
+from core.remote.addresses import (
+    DEFAULT_ADDRESS,
+    check_address,
+    reason_not_bound,
+    server_addresses,
+    taking,
+)
+from core.remote.grpc_settings import grpc, server_options
+from core.remote.health import Health
+from core.remote.messages import Hello
+from core.remote.places import Places
+from core.remote.service import ServerOptions, Service, WrongProtocol
+from core.remote.stream import Stream, details
+
+GRACE_S = 0.5  # For streams in the middle of a step when the server stops.
+HEADERS_NBYTES = 64 * 1024  # Of a received message, besides its arrays.
+SPARE_THREADS = 16  # For streams without a place, Describe and health checks.
+
+# Servers of this process: forked children must not keep their sockets open.
+_serving: "weakref.WeakSet[Server]" = weakref.WeakSet()
+
+
+class Server:
+    """Serves environments at one address. Thread-safe; `run` once only.
+
+    Streams are independent of each other: each has `num_envs` environments of its own,
+    which begin with the stream and end with it.
+
+    Args:
+      env_class: creates one environment, of Gymnasium or classic gym: its class, or a
+        function.
+      server_address: host:port or unix:/path.
+      options: the fields of `ServerOptions`, such as `num_envs` and `num_streams`.
+    """
+
+    def __init__(
+        self,
+        env_class: Callable[..., Any],
+        server_address: str = DEFAULT_ADDRESS,
+        **options: Any,
+    ) -> None:
+        self.address = server_addresses(server_address, 1)[0]
+        self._env_class = env_class
+        self._options = ServerOptions(**options)
+        self._progress = self._options.progress
+        if self._progress is None:
+            self._progress = np.zeros((2 * self._options.num_streams, 2))
+        self.places = Places(self._options.num_streams, self._progress)
+        self.health = Health()
+        self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._server: grpc.Server | None = None
+        self._service: Service | None = None
+
+    def start(self) -> str:
+        """Begin to serve, in threads; return the address with its real port.
+
+        Creates one environment, to ask for its spaces, and closes it.
+
+        Raises:
+          ConfigError: the environment or the address cannot be served.
+        """
+        options = self._options
+        # Check the address first: it takes less time than making an environment.
+        check_address(self.address, tls_dir=options.tls_dir, insecure=options.insecure)
+        credentials = self._credentials()
+        assert self._progress is not None
+        try:
+            self._service = Service(self._env_class, options, self._progress[0, 1:])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        # For the streams that have a place and as many that have not said Hello.
+        num_threads = 2 * options.num_streams + SPARE_THREADS
+        action_nbytes = len(self._service.action_frame())
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(num_threads, "stream"),
+            options=server_options(
+                keepalive_s=options.keepalive_s,
+                max_received_nbytes=HEADERS_NBYTES + action_nbytes,
+                max_streams=options.num_streams + SPARE_THREADS,
+            ),
+        )
+        handlers = {
+            "Stream": grpc.stream_stream_rpc_method_handler(self._stream),
+            "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
+        }
+        service = grpc.method_handlers_generic_handler("torchbeast.EnvServer", handlers)
+        self._server.add_generic_rpc_handlers((service, self.health.handler()))
+        self._listen(credentials)
+        _serving.add(self)
+        return self.address
+
+    def _listen(self, credentials: grpc.ServerCredentials | None) -> None:
+        assert self._server is not None
+        is_unix = self.address.startswith("unix:")
+        with taking(self.address):
+            umask = os.umask(0o177) if is_unix else None  # Only this user may connect.
+            try:
+                if credentials is None:
+                    port = self._server.add_insecure_port(self.address)
+                else:
+                    port = self._server.add_secure_port(self.address, credentials)
+            except RuntimeError as error:
+                raise ConfigError(reason_not_bound(self.address)) from error
+            finally:
+                if umask is not None:
+                    os.umask(umask)
+            self._server.start()
+        if not is_unix:
+            self.address = f"{self.address.rpartition(':')[0]}:{port}"
+
+    def run(self) -> None:
+        """Serve until `stop`. Blocks."""
+        if self._server is None:
+            self.start()
+        assert self._server is not None
+        self.places.goodbye = self._stops.get()
+        self.health.stop_serving()
+        # Streams in a step finish the step and say goodbye. Streams that wait for an
+        # action are cut off after the grace.
+        self._server.stop(GRACE_S).wait()
+
+    def stop(self, reason: str = "the server was stopped") -> None:
+        """Make `run` return soon. May be called again, and by a signal handler."""
+        self._stops.put(reason)  # Reentrant, unlike an Event.
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        pem_files = tls.read(self._options.tls_dir, is_server=True)
+        if pem_files is None or self.address.startswith("unix:"):
+            return None
+        ca, cert, key = pem_files
+        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
+
+    # gRPC calls these in threads of its pool.
+
+    def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        assert self._service is not None
+        return Stream(self._service, self.places, requests, context).serve()
+
+    def _describe(self, request: bytes, context: Any) -> bytes:
+        """Return the Welcome that a learner's Hello would get, without a stream."""
+        assert self._service is not None
+        try:
+            hello = codec.decode(Hello, request)
+            self._service.check_hello(hello)
+        except messages.WireError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, details(str(error)))
+        except WrongProtocol as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, details(str(error)))
+        return codec.encode(self._service.welcome(hello))
+
+
+def _close_sockets() -> None:
+    """Close servers' sockets in a forked child: the listening and the connected."""
+    own = {server.address for server in _serving}
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        fd = int(name)
+        # OSError: not a socket, or the descriptor of the folder that is listed here.
+        with contextlib.suppress(OSError):
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                place = duplicate.getsockname()
+            if isinstance(place, tuple):  # Over TCP: host and port.
+                is_own = any(a.endswith(f":{place[1]}") for a in own)
+            else:
+                is_own = f"unix:{place}" in own
+            if is_own:
+                os.close(fd)
+
+
+os.register_at_fork(after_in_child=_close_sockets)

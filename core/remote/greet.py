@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner's first contact: wait for a server, and check that both sides fit.
+
+For the learner only: imports libtorchbeast.
+"""
+
+import argparse
+import collections
+import itertools
+import logging
+import time
+
+import libtorchbeast
+from core.errors import ConfigError
+from core.remote import codec, messages, tls
+from core.remote.local_servers import LocalServers
+from core.running import common_flags
+from core.running.signals import StopSignal
+
+log = logging.getLogger(__name__)
+
+DESCRIBE_S = 2.0  # Time limit of one request; the next server is asked after that.
+MAX_REFUSALS = 5  # In a row, of our certificate by one server, that end the program.
+SAY_WAITING_S = 10.0  # Between two log lines while no server answers.
+
+
+def greet(
+    flags: argparse.Namespace, servers: LocalServers | None, stop: StopSignal
+) -> messages.Welcome | None:
+    """Ask one server after another what it serves, until one answers.
+
+    Servers of --server_addresses may start as late as they like. Returns None after a
+    signal to stop.
+
+    Args:
+      servers: the servers that this program has started, if any.
+
+    Raises:
+      ConfigError: the servers cannot serve, or cannot serve this learner, or a
+        certificate is wrong.
+      TimeoutError: local servers did not answer within --stall_timeout_s.
+    """
+    began = say_at = time.monotonic()
+    if servers is None:
+        addresses = flags.server_addresses
+    else:
+        addresses = servers.addresses
+        say_at += SAY_WAITING_S  # The log lines of local servers come first.
+    pem_files = tls.read(flags.tls_dir, is_server=False)
+    refusals: collections.Counter[str] = collections.Counter()
+    for address in itertools.cycle(addresses):
+        if stop.received is not None:
+            return None
+        if servers is not None:
+            servers.check()
+            if time.monotonic() - began > flags.stall_timeout_s:
+                raise TimeoutError(
+                    f"no environment server was ready within {flags.stall_timeout_s:g} "
+                    "s (--stall_timeout_s). Does the environment start by itself?"
+                )
+        try:
+            raw = libtorchbeast.describe(
+                address, info_keys=flags.info_keys, timeout_s=DESCRIBE_S, tls=pem_files
+            )
+            return codec.decode_welcome(raw)
+        except libtorchbeast.ServerUnavailable as error:
+            reason = tls.diagnose(address, flags.tls_dir)
+            text = f"{error}; {reason}" if reason else str(error)
+            refusals[address] = refusals[address] + 1 if reason else 0
+            if refusals[address] == MAX_REFUSALS:
+                raise ConfigError(text) from error
+            if time.monotonic() > say_at:
+                say_at = time.monotonic() + SAY_WAITING_S
+                log.info("Waiting for an environment server: %s", text)
+        except libtorchbeast.ServerMismatch as error:
+            reason = tls.diagnose(address, flags.tls_dir)
+            raise ConfigError(f"{error}; {reason}" if reason else str(error)) from error
+        except messages.WireError as error:
+            raise ConfigError(f"{address}: {error}") from error
+    raise AssertionError("no addresses")
+
+
+def add_tls_reason(text: str, flags: argparse.Namespace) -> str:
+    """Append to a message about a server what is wrong with TLS, if anything is.
+
+    Args:
+      text: begins with the server's address.
+    """
+    for address in flags.server_addresses or ():
+        if text.startswith(f"{address} "):
+            reason = tls.diagnose(address, flags.tls_dir)
+            return f"{text}; {reason}" if reason else text
+    return text
+
+
+def warn_if_insecure(flags: argparse.Namespace) -> None:
+    if flags.insecure and any(map(tls.is_public, flags.server_addresses or ())):
+        log.warning(
+            "INSECURE: the traffic with the servers is neither encrypted nor "
+            "authenticated (--insecure)"
+        )
+
+
+def complete_flags(
+    flags: argparse.Namespace, welcome: messages.Welcome
+) -> argparse.Namespace:
+    """Return the flags with the servers' environment; check that the two fit.
+
+    Raises:
+      ConfigError: --env, --batch_size or --xpid does not fit what the servers serve.
+    """
+    B, K = flags.batch_size, welcome.num_envs
+    if B % K:
+        raise ConfigError(
+            f"--batch_size is {B} but must be a multiple of the servers' "
+            f"--envs_per_stream ({K}): a stream makes {K} rollouts at a time. Try "
+            f"--batch_size {-(-B // K) * K}, or start the servers with another "
+            "--envs_per_stream."
+        )
+    if flags.env not in (None, welcome.env):
+        raise ConfigError(
+            f"--env is {flags.env} but the servers serve {welcome.env}. Leave "
+            "--env out, or start the servers with it."
+        )
+    try:
+        xpid = common_flags.expand_xpid(flags, welcome.env)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return argparse.Namespace(**{**vars(flags), "env": welcome.env, "xpid": xpid})

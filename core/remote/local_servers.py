@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment servers that the learner starts on its own machine."""
+
+import argparse
+import concurrent.futures
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+from core import flag_types
+from core.errors import ConfigError, Exit
+from core.remote.server_flags import SERVER_FLAGS
+from core.remote.supervisor import DELIVERED_STEPS
+from core.running import terminal
+from core.running.supervise import (
+    RECORD_BYTES,
+    RestartBudget,
+    continue_if_stopped,
+    describe_exit,
+    from_child,
+    start_thread,
+)
+
+log = logging.getLogger(__name__)
+
+EXIT_S = 3.0  # Time for the servers to end; then they are killed.
+LAST_LINES_S = 0.2  # Time to read what a process that has ended wrote.
+
+
+class LocalServers:
+    """Environment servers on this machine. They end when this process ends.
+
+    Starts `python -m polybeast_env`, which supervises the server processes. Their
+    sockets are in a private folder, or where --pipes_basename says. A context manager.
+    """
+
+    def __init__(self, flags: argparse.Namespace):
+        self._folder = None
+        basename = flags.pipes_basename
+        command = [sys.executable, "-m", "polybeast_env", "--with_parent"]
+        if basename is None:
+            self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
+            basename = f"unix:{self._folder}/env"
+            command += ["--remove_folder"]  # In case this process is killed.
+        self.addresses = tuple(f"{basename}.{i}" for i in range(flags.num_servers))
+        command += flag_types.to_argv(flags, SERVER_FLAGS)
+        command += ["--pipes_basename", basename]
+        self._command = command
+        self._budget = RestartBudget()
+        self._delivered = 0  # Steps received before the present supervisor started.
+        self._restart_at: float | None = None  # Monotonic; None while they run.
+        self._last_line = ""
+        self.restarts = 0  # Restarts of servers so far.
+        self._start()
+
+    def _start(self) -> None:
+        # A session of its own, for two reasons. Ctrl-C reaches only this process, which
+        # then ends the servers. And Linux divides the cores between sessions first
+        # (autogroup), which suits the learner and the servers.
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,  # Closes when this process ends, for any reason.
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = start_thread("env-servers", self._log_lines, self._process)
+
+    def __enter__(self) -> "LocalServers":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            log.error("The environment servers did not stop within %g s", EXIT_S)
+            self._process.kill()
+            self._process.wait()
+        concurrent.futures.wait([self._reader], LAST_LINES_S)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _log_lines(self, process: subprocess.Popen) -> None:
+        earlier = self.restarts  # Each supervisor counts its restarts from 0.
+        assert process.stdout is not None
+        for line in terminal.lines_of(process.stdout.fileno(), RECORD_BYTES):
+            level, text, restarts = from_child(line)
+            self.restarts = max(self.restarts, earlier + restarts)
+            self._last_line = text or self._last_line
+            log.log(level, "%s", text)
+
+    def check(self, received: int = 0) -> None:
+        """Start the supervisor again if it was killed. Its servers ended with it.
+
+        Args:
+          received: number of environment steps received from the servers so far.
+
+        Raises:
+          ConfigError: the servers cannot serve this environment.
+          RuntimeError: the servers failed, or the supervisor was killed too often.
+        """
+        if self._restart_at is not None:
+            late_s = time.monotonic() - self._restart_at
+            # The new servers take the addresses of the old ones, so wait until the last
+            # old server has ended: that closes the output.
+            if late_s >= 0 and (self._reader.done() or late_s > EXIT_S):
+                self._restart_at = None
+                self._start()
+            return
+        continue_if_stopped("The supervisor of the servers", self._process.pid)
+        status = self._process.poll()
+        if status is None:
+            return
+        concurrent.futures.wait([self._reader], LAST_LINES_S)
+        if status in (Exit.CONFIG, Exit.USAGE):
+            raise ConfigError(self._last_line)
+        if received >= self._delivered + DELIVERED_STEPS:
+            self._budget.delivered()
+            self._delivered = received
+        wait_s = self._budget.died() if status <= 0 else None
+        if wait_s is None:
+            raise RuntimeError(
+                f"the environment servers ended ({describe_exit(status)}); their last "
+                f"words: {self._last_line}"
+            )
+        self._restart_at = time.monotonic() + wait_s
+        self.restarts += len(self.addresses)
+        log.warning(
+            "The environment servers ended (%s); starting them again in %.1f s",
+            describe_exit(status),
+            wait_s,
+        )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Places`: who may have a stream, and until when.
+
+A server has S places. A stream without a place says Hello soon or is ended; after its
+Hello it gets a place, or the learner is told that the server is busy.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from core.remote.messages import Hello
+
+HELLO_S = 5.0  # For a stream to say Hello; a learner does so at once.
+TAKEOVER_S = 5.0  # For the last step of a stream whose learner has come back.
+SPARE_SILENT = 4  # Streams before their Hello, besides one for each place.
+
+
+class Busy(Exception):
+    """Other streams have all places."""
+
+
+@dataclasses.dataclass(eq=False)  # Two places are equal if they are the same.
+class Place:
+    """The place of one stream."""
+
+    run_id: str
+    first_env_id: int
+    progress: np.ndarray  # [2] float64: a row of `ServerOptions.progress`.
+    index: int  # Of that row.
+    peer: str
+    since: str  # Time of the wall clock, for people.
+    cancel: Callable[[], Any]
+    is_closing: bool = False  # The stream closes its environments.
+
+
+class Places:
+    """The S places of a server. Thread-safe: called by all streams.
+
+    Args:
+      num_streams: S.
+      progress: [2 * S, 2] float64; each stream writes into one row.
+    """
+
+    def __init__(self, num_streams: int, progress: np.ndarray) -> None:
+        self.num_streams = num_streams
+        # The reason to end all streams, once there is one. Set once; streams read it
+        # between steps.
+        self.goodbye: str | None = None
+        self._progress = progress
+        # Guards the attributes below; notified when a place becomes free.
+        self._changed = threading.Condition()
+        self._taken: list[Place] = []
+        self._silent: list[Any] = []  # gRPC contexts of streams before their Hello.
+
+    @contextlib.contextmanager
+    def hello_deadline(self, context: Any) -> Iterator[None]:
+        """Cancel the stream of `context` unless it says Hello in time."""
+        deadline = threading.Timer(HELLO_S, context.cancel)
+        deadline.daemon = True
+        deadline.start()
+        with self._changed:
+            self._silent.append(context)
+            if len(self._silent) > self.num_streams + SPARE_SILENT:
+                # Silent streams must not take all threads: an honest learner, which
+                # says Hello at once, would have to wait for their deadlines.
+                self._silent.pop(0).cancel()
+        try:
+            yield
+        finally:
+            deadline.cancel()
+            with self._changed, contextlib.suppress(ValueError):  # Cancelled above.
+                self._silent.remove(context)
+
+    @contextlib.contextmanager
+    def take(self, hello: Hello, context: Any) -> Iterator[Place]:
+        """Hold a place.
+
+        A learner that was started again may find that its old stream still has the
+        place: then the old stream is ended. If its environments take long to close,
+        the new stream begins meanwhile.
+
+        Raises:
+          Busy: other streams have all places.
+        """
+        key = (hello.run_id, hello.first_env_id)
+        with self._changed:
+            old = [
+                place
+                for place in self._taken
+                if hello.run_id and (place.run_id, place.first_env_id) == key
+            ]
+            for place in old:
+                place.cancel()
+            self._changed.wait_for(
+                lambda: not any(place in self._taken for place in old), TAKEOVER_S
+            )
+            in_use = [p for p in self._taken if not (p in old and p.is_closing)]
+            indices = [place.index for place in self._taken]
+            free = [i for i in range(len(self._progress)) if i not in indices]
+            if len(in_use) >= self.num_streams or not free:
+                raise Busy(self._who_has_them())
+            place = Place(
+                run_id=hello.run_id,
+                first_env_id=hello.first_env_id,
+                progress=self._progress[free[0]],
+                index=free[0],
+                peer=context.peer(),
+                since=time.strftime("%H:%M:%S"),
+                cancel=context.cancel,
+            )
+            self._taken.append(place)
+        try:
+            yield place
+        finally:
+            place.progress[1] = 0.0
+            with self._changed:
+                self._taken.remove(place)
+                self._changed.notify_all()
+
+    def _who_has_them(self) -> str:
+        places = "; ".join(
+            f"run {quote(place.run_id)} at {place.peer} since {place.since}"
+            for place in self._taken
+        )
+        return (
+            f"busy: this server takes {self.num_streams} streams "
+            f"(--streams_per_server), and these have them: {places}"
+        )
+
+
+def quote(name: str) -> str:
+    """Return what logs say of a run's name, which a stranger may have sent."""
+    return f"{name!r:.80}" if name else "without a name"

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner's watch over the actor pool and its environment servers.
+
+The pool itself is C++ (csrc/actor_pool.h). For the learner only: imports libtorchbeast.
+"""
+
+import argparse
+import collections
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import libtorchbeast
+from core.algorithm.update import Learner
+from core.errors import ConfigError
+from core.nests import ArraySpec, leaves
+from core.remote import frames, messages, tls
+from core.remote.greet import add_tls_reason
+from core.remote.local_servers import LocalServers
+from core.rollout import Spaces, row_spec
+from core.running.machine import available_memory
+from core.running.run import check_ledger
+from core.running.supervise import Watchdog
+
+log = logging.getLogger(__name__)
+
+NO_SERVER_S = 30.0  # Between two warnings that no server is connected.
+# Added to --env_step_timeout_s: a server's own supervisor gets to end a hung
+# environment first.
+SUPERVISOR_S = 2.0
+
+
+def stream_addresses(
+    flags: argparse.Namespace, servers: LocalServers | None, welcome: messages.Welcome
+) -> list[str]:
+    """Return the address of each stream: each server's once for each of its streams."""
+    addresses = flags.server_addresses if servers is None else servers.addresses
+    return [a for a in addresses for _ in range(welcome.num_streams)]
+
+
+def stream_options(
+    flags: argparse.Namespace, welcome: messages.Welcome
+) -> dict[str, Any]:
+    """Return the arguments of `libtorchbeast.ActorPool` about single streams."""
+    assert welcome.observation is not None and welcome.action is not None
+    return {
+        "value_ranges": frames.value_ranges(welcome.observation, welcome.action),
+        "info_keys": flags.info_keys,
+        "seed": flags.seed,
+        # The flag limits one environment; a message carries the rows of all K.
+        "step_timeout_s": welcome.num_envs * flags.env_step_timeout_s + SUPERVISOR_S,
+        "keepalive_s": flags.keepalive_s,
+        "tls": tls.read(flags.tls_dir, is_server=False),
+    }
+
+
+def check_memory(
+    flags: argparse.Namespace,
+    spaces: Spaces,
+    net_outputs: Mapping[str, ArraySpec],
+    num_envs: int,
+) -> None:
+    """Log how much memory rollouts need and the machine has.
+
+    Raises:
+      ConfigError: the machine has less; the message has both numbers and the remedy.
+    """
+    row = {
+        **row_spec(spaces.observation, spaces.action, flags.info_keys),
+        **net_outputs,
+    }
+    row_bytes = sum(spec.nbytes for _, spec in leaves(row))
+    # One rollout of each environment, unfinished or beyond the queue's maximum; the
+    # rollouts in the queue; the batches of the learner threads; and the empty columns
+    # of an unfinished batch.
+    batches = 1 + flags.num_learner_threads
+    num = num_envs + flags.max_learner_queue_size + flags.batch_size * batches
+    need = num * (flags.unroll_length + 1) * row_bytes / 2**20
+    have = available_memory() / 2**20
+    line = f"memory: {num} rollouts need {need:,.1f} MiB, have {have:,.1f} MiB"
+    if need > have:
+        raise ConfigError(
+            f"{line}. Lower --max_learner_queue_size, --batch_size or --unroll_length, "
+            "or use fewer environments."
+        )
+    log.info("Preflight: %s", line)
+
+
+def run_actors(flags: argparse.Namespace, actors: libtorchbeast.ActorPool) -> None:
+    """Receive rows and send actions until the pool is stopped. Body of one thread."""
+    try:
+        actors.run()
+    except libtorchbeast.ServerMismatch as error:
+        raise ConfigError(str(error)) from error
+    except libtorchbeast.ActorError as error:
+        text = add_tls_reason(str(error), flags)
+        if text != str(error):
+            raise ConfigError(text) from error
+        raise
+
+
+class PoolWatch:
+    """Watches servers and streams while the learner trains. For the main thread.
+
+    Args:
+      addresses: of each stream.
+      servers: the servers that this program has started, if any.
+    """
+
+    def __init__(
+        self,
+        flags: argparse.Namespace,
+        learner: Learner,
+        actors: libtorchbeast.ActorPool,
+        learner_queue: libtorchbeast.BatchingQueue,
+        addresses: Sequence[str],
+        servers: LocalServers | None,
+    ):
+        self._learner = learner
+        self._actors = actors
+        self._learner_queue = learner_queue
+        self._addresses = addresses
+        self._servers = servers
+        self._contact = Contact(flags)
+        self._watchdog = Watchdog(flags.stall_timeout_s, flags.on_stall)
+        self._env_s = 0.0  # Seconds that servers have taken for steps so far.
+        self._last_event = ""
+
+    def tick(self) -> dict[str, Any]:
+        """Log events, restart servers, detect a stall; return the log's columns.
+
+        Raises:
+          ConfigError: local servers cannot serve.
+          RuntimeError: local servers failed too often.
+          StallError: nothing was learned for --stall_timeout_s.
+        """
+        self._log_events()
+        stats = self._actors.stats()
+        if self._servers is not None:
+            self._servers.check(stats["received"])
+        self._count_env_time(stats)
+        no_server = self._contact.is_lost(stats, self._last_event)
+        if no_server and self._servers is None:
+            self._watchdog.rest()  # Remote servers may be away for any time.
+        else:
+            self._watchdog.progress(
+                f"step {self._learner.step}",
+                lambda: describe_wait(stats, self._addresses, self._learner_queue),
+            )
+        return self.columns(stats)
+
+    def _log_events(self) -> None:
+        for event in self._actors.take_events():
+            is_good = event.endswith("connected again")
+            level = logging.INFO if is_good else logging.WARNING
+            log.log(level, "%s", event, extra={"repeats": True})
+            self._last_event = event
+
+    def _count_env_time(self, stats: Mapping[str, Any]) -> None:
+        seconds = [server["env_s"] for server in stats["addresses"].values()]
+        since = sum(seconds) - self._env_s
+        self._learner.busy.add("env", since, workers=len(seconds))
+        self._env_s = sum(seconds)
+
+    def columns(self, stats: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the log's columns about the pool.
+
+        Args:
+          stats: the pool's counters; by default those of this moment.
+        """
+        if stats is None:
+            stats = self._actors.stats()
+        row = {
+            "streams": stats["connected"],
+            "reconnects": stats["reconnects"],
+            "steps_discarded": stats["discarded"],
+            "learner_queue": self._learner_queue.size(),
+        }
+        if self._servers is not None:
+            row["server_restarts"] = self._servers.restarts
+        if stats["batch_fill"]:
+            row["inference_batch"] = stats["batch_fill"]
+        served = [server for server in stats["addresses"].values() if server["steps"]]
+        if served:
+            row["env_step_p50_ms"] = median(server["p50_ms"] for server in served)
+            row["env_step_p99_ms"] = max(server["p99_ms"] for server in served)
+        return row
+
+    def close(self) -> None:
+        self._watchdog.close()
+
+    def check_ledger(self) -> None:
+        """Check that every step received was learned, discarded or is in flight."""
+        stats = self._actors.stats()
+        others = {
+            key.replace("_", " "): stats[key] for key in ("discarded", "in_flight")
+        }
+        check_ledger(self._learner, stats["received"], others)
+
+
+class Contact:
+    """Warns every NO_SERVER_S while no environment server is connected."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self._flags = flags
+        # Monotonic times; 0 while a server is connected.
+        self._lost_at = self._say_at = 0.0
+
+    def is_lost(self, stats: Mapping[str, Any], last_event: str) -> bool:
+        """Return whether no server is connected.
+
+        Args:
+          last_event: the last line of `ActorPool.take_events`, for the warning.
+        """
+        now = time.monotonic()
+        if stats["connected"]:
+            self._lost_at = 0.0
+            return False
+        if not self._lost_at:
+            self._lost_at, self._say_at = now, now + NO_SERVER_S
+        elif now > self._say_at:
+            log.warning(
+                "No environment server has been connected for %.0f s; trying on. The "
+                "latest of them said: %s",
+                now - self._lost_at,
+                add_tls_reason(last_event, self._flags) or "nothing",
+            )
+            self._say_at = now + NO_SERVER_S
+        return True
+
+
+def describe_wait(
+    stats: Mapping[str, Any],
+    addresses: Sequence[str],
+    learner_queue: libtorchbeast.BatchingQueue,
+) -> str:
+    """Say what a run without progress waits for, and what each stream is doing."""
+    states = collections.Counter(stats["states"])
+    waiting_s = stats["waiting_s"]
+    longest = max(range(len(waiting_s)), key=waiting_s.__getitem__)
+    if states["waiting_for_room"]:
+        what = "the learner"
+    elif states["waiting_for_inference"]:
+        what = "inference"
+    elif not stats["connected"]:
+        what = "environment servers, none of which is connected"
+    else:
+        what = f"the environment server {addresses[longest]}"
+        what += f", which has not answered for {waiting_s[longest]:.0f} s"
+    streams = ", ".join(f"{n} {state}" for state, n in states.items())
+    return f"{what} (streams: {streams}; learner queue: {learner_queue.size()})"

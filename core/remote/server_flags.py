@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags about environment servers, for the learner and for polybeast_env."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from core.flag_types import divisor, int_at_least, number
+from core.remote import tls
+from core.running.common_flags import ATARI_FLAGS
+from core.running.machine import num_cores
+
+ENVS_PER_STREAM = 8
+STREAMS_PER_SERVER = 2  # One stream steps while the other waits for its actions.
+
+# Flags that the learner passes on to the servers that it starts.
+SERVER_FLAGS = (
+    "env",
+    *ATARI_FLAGS,
+    "num_servers",
+    "envs_per_stream",
+    "streams_per_server",
+    "env_step_timeout_s",
+    "keepalive_s",
+    "recycle_games",
+)
+# Of these, the flags that also say something to a learner of --server_addresses.
+LEARNER_FLAGS = ("env", "env_step_timeout_s", "keepalive_s")
+
+
+def addresses(text: str) -> tuple[str, ...]:
+    """Parse a comma list of server addresses with ranges. For argparse's `type=`.
+
+    "a:1-3,unix:/b.0-1" is a:1, a:2, a:3, unix:/b.0 and unix:/b.1.
+    """
+    result: list[str] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(unix:/.*?|.*:)(?:(\d+)-)?(\d+)", part)
+        if part.startswith("unix:/") and (match is None or match[2] is None):
+            result.append(part)  # A path may end in a number without being a range.
+            continue
+        if match is None or part.startswith(":"):
+            raise argparse.ArgumentTypeError(
+                f"expected host:port, host:4431-4446, unix:/path or unix:/path.0-15, "
+                f"got {part!r}"
+            )
+        last = int(match[3])
+        first = last if match[2] is None else int(match[2])
+        if first > last:
+            raise argparse.ArgumentTypeError(
+                f"expected a range from low to high, got {part!r}"
+            )
+        if not (1 <= first and last <= 65535 or part.startswith("unix:")):
+            raise argparse.ArgumentTypeError(
+                f"expected ports from 1 to 65535, got {part!r}"
+            )
+        result += [f"{match[1]}{i}" for i in range(first, last + 1)]
+    for address in result:
+        if result.count(address) > 1:
+            raise argparse.ArgumentTypeError(
+                f"expected each address once, got {address} twice"
+            )
+    if not result:
+        raise argparse.ArgumentTypeError(f"expected an address, got {text!r}")
+    return tuple(result)
+
+
+def add_server_flags(group: Any) -> None:
+    """Add the flags that the learner and polybeast_env both have."""
+    group.add_argument(
+        "--num_servers",
+        type=int_at_least(1),
+        metavar="N",
+        help="environment server processes on this machine. Default: one per core this "
+        "process may use",
+    )
+    group.add_argument(
+        "--envs_per_stream",
+        type=int_at_least(1),
+        metavar="K",
+        help="environments that a stream steps one after another; one message carries "
+        "the rows of all. "
+        "Default: 8, or the next lower divisor of a learner's --batch_size",
+    )
+    group.add_argument(
+        "--streams_per_server",
+        type=int_at_least(1),
+        metavar="S",
+        help="streams of a server process, each with K environments of its own: while "
+        "one waits for actions, another steps. Default: 2",
+    )
+    group.add_argument(
+        "--pipes_basename",
+        metavar="unix:PATH",
+        help="serve at the unix sockets PATH.0, PATH.1 and so on",
+    )
+    group.add_argument(
+        "--tls_dir",
+        metavar="DIR",
+        help="encrypt TCP connections, and accept only peers with a certificate of the "
+        "same CA. DIR holds ca.pem, cert.pem and key.pem; python -m tools.certs makes "
+        "it",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        help="talk to other machines without --tls_dir: anybody on the network between "
+        "them can read and change everything",
+    )
+    group.add_argument(
+        "--keepalive_s",
+        type=number(0.1),
+        default=10.0,
+        help="seconds. Learner and servers notice within twice this time that the "
+        "machine at the other end is frozen or cut off from the network",
+    )
+
+
+def check_tls_flags(
+    parser: argparse.ArgumentParser,
+    flags: argparse.Namespace,
+    addresses: Sequence[str],
+) -> None:
+    """Refuse TLS flags that contradict each other or do not suit these addresses."""
+    if flags.tls_dir is None:
+        return
+    if flags.insecure:
+        parser.error(
+            f"--tls_dir is {flags.tls_dir} and there is --insecure: they contradict "
+            "each other. Leave one out."
+        )
+    if all(address.startswith("unix:") for address in addresses):
+        parser.error(
+            f"--tls_dir is {flags.tls_dir} but is for TCP, and here are unix sockets "
+            "only, which no other user can open. Leave it out."
+        )
+
+
+def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Check a learner's flags about servers; set the sizes of those that it starts."""
+    check_tls_flags(parser, flags, flags.server_addresses or ())
+    if flags.server_addresses is not None:
+        check_server_addresses(parser, flags)
+        return
+    if not (flags.pipes_basename or "unix:").startswith("unix:"):
+        parser.error(
+            f"--pipes_basename is {flags.pipes_basename} but must be unix:/path. For "
+            "TCP start python -m polybeast_env and use --server_addresses."
+        )
+    set_num_servers(parser, flags)
+    B, K = flags.batch_size, flags.envs_per_stream
+    if B % K:
+        parser.error(
+            f"--batch_size is {B} but must be a multiple of --envs_per_stream ({K}): "
+            f"a stream makes {K} rollouts at a time. Try --envs_per_stream "
+            f"{divisor(B, at_most=K)}."
+        )
+
+
+def check_server_addresses(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace
+) -> None:
+    """Refuse flags that --server_addresses makes meaningless, or an open network."""
+    for name in (*SERVER_FLAGS, "num_actors", "pipes_basename"):
+        is_ours = name not in LEARNER_FLAGS
+        if is_ours and getattr(flags, name) != parser.get_default(name):
+            parser.error(
+                f"--{name} is {getattr(flags, name)} but --server_addresses names "
+                "servers that run already, with settings of their own. Give it to "
+                "python -m polybeast_env, or leave --server_addresses out."
+            )
+    public = [a for a in flags.server_addresses if tls.is_public(a)]
+    if public and flags.mode == "train" and not (flags.tls_dir or flags.insecure):
+        parser.error(
+            f"--server_addresses has {public[0]}, which is another machine's. Either "
+            "encrypt the traffic and authenticate the servers: --tls_dir DIR, with a "
+            f"folder that {tls.CERTS_COMMAND} has made. Or allow anybody on the "
+            "network between to read and change the traffic: --insecure."
+        )
+
+
+def set_num_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Set the numbers of local servers, streams and environments where not given."""
+    A = flags.num_actors
+    sizes = (flags.streams_per_server, flags.envs_per_stream)
+    if A is not None and sizes == (None, None) and flags.num_servers in (None, A):
+        # As in TorchBeast: a server process for each environment.
+        flags.num_servers, flags.streams_per_server, flags.envs_per_stream = A, 1, 1
+        return
+    if flags.envs_per_stream is None:
+        flags.envs_per_stream = divisor(flags.batch_size, at_most=ENVS_PER_STREAM)
+    if flags.streams_per_server is None:
+        flags.streams_per_server = STREAMS_PER_SERVER
+    per_server = flags.streams_per_server * flags.envs_per_stream
+    if flags.num_servers is None:
+        flags.num_servers = num_cores() if A is None else max(1, A // per_server)
+    total = flags.num_servers * per_server
+    if A is not None and A != total:
+        parser.error(
+            f"--num_actors is {A} but --num_servers ({flags.num_servers}) x "
+            f"--streams_per_server ({flags.streams_per_server}) x --envs_per_stream "
+            f"({flags.envs_per_stream}) is {total}. Leave --num_actors out."
+        )
+    flags.num_actors = total

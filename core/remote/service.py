@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Service`: the environments that a server makes, and how it describes them."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from core.environments.faults import name_of
+from core.environments.stepping import Environments
+from core.errors import EnvSpecError
+from core.nests import Nest
+from core.remote import codec, frames, messages
+from core.remote.messages import Action, Hello
+from core.remote.places import quote
+from core.rollout import row_spec, spec_of
+
+log = logging.getLogger(__name__)
+
+MAX_INFO_KEYS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """What `Server` takes as keywords.
+
+    Attributes:
+      num_envs: K, the environments of a stream. They are stepped one after the other.
+      num_streams: S, how many streams there may be at a time.
+      name: the environment's name; by default the environment is asked for it.
+      frames_per_step: emulator frames per step; the learner counts frames with it.
+      options: how the environments are made, by name: bools, numbers and texts. The
+        learner shows and records them.
+      vector: `env_class` creates all environments of a stream at once, and is called
+        like `Environments` without its first argument.
+      tls_dir: a folder with ca.pem, cert.pem and key.pem: over TCP, encrypt, and serve
+        only learners that show a certificate of that CA.
+      insecure: serve other machines without encryption.
+      progress: [2 * S, 2] float64, written by the server. Column 0: number of steps
+        that the streams in this place have taken. Column 1: `time.monotonic()` at the
+        begin of the present call into an environment, 0 between calls. In shared
+        memory another process can watch it. There are 2 * S rows because a stream that
+        still closes its environments does not keep its own run out.
+      keepalive_s: a learner whose machine is frozen or cut off is noticed within twice
+        this time; then its environments are closed.
+    """
+
+    num_envs: int = 1
+    num_streams: int = 1
+    name: str | None = None
+    frames_per_step: int = 1
+    options: Mapping[str, bool | int | float | str] | None = None
+    vector: bool = False
+    tls_dir: str | None = None
+    insecure: bool = False
+    progress: np.ndarray | None = None
+    keepalive_s: float = 10.0
+
+
+class WrongProtocol(Exception):
+    """The learner speaks another version of the protocol."""
+
+
+class Service:
+    """What a server serves: makes environments and describes them to learners.
+
+    Creates one environment, to ask for its spaces, and closes it.
+
+    Args:
+      env_class: as `Server` takes it.
+      clock: [1] float64, as `Environments` takes it.
+
+    Raises:
+      ValueError: the environment cannot be served.
+    """
+
+    def __init__(
+        self, env_class: Callable[..., Any], options: ServerOptions, clock: np.ndarray
+    ) -> None:
+        self._options = options
+        self._make = (
+            env_class if options.vector else functools.partial(Environments, env_class)
+        )
+        self.num_envs = options.num_envs
+        probe = Hello(seed=0, first_env_id=0, incarnation=0)
+        envs = self.make_environments(probe, clock, num_envs=1)
+        with closing(envs, clock):
+            self._observation_space: gym.Space = envs.observation_space
+            self.action_space: gym.Space = envs.action_space
+            self.name = options.name or name_of(envs.envs[0])
+        self._space_messages = _space_messages(envs)
+        self._action_arrays = frames.arrays_of(spec_of(self.action_space))
+        frames.arrays_of(spec_of(self._observation_space))  # Raises ValueError.
+
+    def make_environments(
+        self, hello: Hello, clock: np.ndarray, *, num_envs: int | None = None
+    ) -> Environments:
+        """Return new environments as the learner wants them."""
+        with running(clock):
+            return self._make(
+                num_envs or self.num_envs,
+                seed=hello.seed,
+                first_env_id=hello.first_env_id,
+                incarnation=hello.incarnation,
+                info_keys=hello.info_keys,
+                truncation_is_done=hello.truncation_is_done,
+                clock=clock,
+            )
+
+    def check_spaces(self, envs: Environments) -> None:
+        """Raise EnvSpecError if the spaces are not those that were described."""
+        if _space_messages(envs) != self._space_messages:
+            raise EnvSpecError(
+                f"{self.name} has other spaces than when this server started: "
+                f"{envs.observation_space} and {envs.action_space}; expected "
+                f"{self._observation_space} and {self.action_space}"
+            )
+
+    def check_hello(self, hello: Hello) -> None:
+        """Check a learner's Hello.
+
+        Raises:
+          WrongProtocol: the learner is of another version.
+          WireError: the keys are not allowed.
+        """
+        if hello.protocol != messages.PROTOCOL:
+            older = "server" if hello.protocol > messages.PROTOCOL else "learner"
+            raise WrongProtocol(
+                f"the server speaks protocol {messages.PROTOCOL} (torchbeast "
+                f"{version()}), the learner {hello.protocol} (torchbeast "
+                f"{quote(hello.version)}): upgrade the {older}"
+            )
+        keys = hello.info_keys
+        if len(keys) > MAX_INFO_KEYS:
+            raise messages.WireError(
+                f"Hello.info_keys: {len(keys)}, at most {MAX_INFO_KEYS}"
+            )
+        if len(set(keys)) < len(keys) or {"", "game_return", "game_step"} & set(keys):
+            raise messages.WireError(
+                "Hello.info_keys: expected different names other than game_return and "
+                f"game_step, got {', '.join(keys)!r:.200}"
+            )
+
+    def action_frame(self) -> frames.Frame:
+        """Return a new frame for the Actions of one stream."""
+        return frames.Frame(Action, self._action_arrays, self.num_envs)
+
+    def step_arrays(self, hello: Hello) -> tuple[tuple[messages.Array, ...], Nest]:
+        """Return the arrays of a Step, flat and as the spec of a row."""
+        spec = row_spec(self._observation_space, self.action_space, hello.info_keys)
+        return frames.with_stacks(frames.arrays_of(spec)), spec
+
+    def welcome(self, hello: Hello) -> messages.Welcome:
+        options = (self._options.options or {}).items()
+        return messages.Welcome(
+            protocol=messages.PROTOCOL,
+            version=version(),
+            incarnation_id=secrets.token_bytes(16),
+            env=self.name,
+            num_envs=self.num_envs,
+            num_streams=self._options.num_streams,
+            frames_per_step=self._options.frames_per_step,
+            observation=self._observation_space,
+            action=self.action_space,
+            step_arrays=self.step_arrays(hello)[0],
+            action_arrays=self._action_arrays,
+            options=tuple(messages.Option(*item) for item in options),
+        )
+
+
+def _space_messages(envs: Environments) -> tuple[messages.Space, messages.Space]:
+    return (
+        codec.space_message(envs.observation_space),
+        codec.space_message(envs.action_space),
+    )
+
+
+@contextlib.contextmanager
+def running(clock: np.ndarray) -> Iterator[None]:
+    """Keep in `clock` when this block began; 0 after the block."""
+    clock[0] = time.monotonic()
+    try:
+        yield
+    finally:
+        clock[0] = 0.0
+
+
+@contextlib.contextmanager
+def closing(envs: Environments, clock: np.ndarray) -> Iterator[None]:
+    """Close the environments after the block. Log what `close` raises."""
+    try:
+        yield
+    finally:
+        try:
+            with running(clock):
+                envs.close()
+        except Exception:
+            log.exception("An environment could not be closed")
+
+
+@functools.cache
+def version() -> str:
+    """Return the version of this package, for messages."""
+    try:
+        return metadata.version("torchbeast")
+    except metadata.PackageNotFoundError:
+        return "not installed"

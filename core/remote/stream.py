@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Stream`: one stream of a server, from the learner's Hello to the end.
+
+The stream's own thread runs all of it: it receives actions, steps K environments, which
+write their rows straight into the outgoing message, and sends that message. Everything
+that a learner sends is checked before it is used. Bad input ends this stream only.
+"""
+
+import itertools
+import logging
+import random
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from core.environments.stepping import Environments, env_seed
+from core.errors import EnvError, EnvSpecError
+from core.nests import Nest, map_nest
+from core.remote import codec, frames, messages
+from core.remote.action_checks import action_checks
+from core.remote.grpc_settings import grpc
+from core.remote.messages import Failure, Goodbye, Hello, ToLearner, ToServer
+from core.remote.places import Busy, Place, Places, quote
+from core.remote.service import Service, WrongProtocol, closing
+from core.rollout import spec_of
+
+log = logging.getLogger(__name__)
+
+FAILURE_CHARS = 16_000  # Of a traceback; its end says most.
+DETAILS_CHARS = 500  # gRPC sends details in an HTTP/2 header, which holds 8 KB at most.
+
+
+class Stream:
+    """One stream.
+
+    Args:
+      requests: the messages of the learner, as gRPC has them.
+      context: gRPC's context of this call.
+    """
+
+    def __init__(
+        self, service: Service, places: Places, requests: Iterator[bytes], context: Any
+    ) -> None:
+        self._service = service
+        self._places = places
+        self._requests = requests
+        self._context = context
+
+    def serve(self) -> Iterator[bytes]:
+        """Yield the messages to send, until the stream ends."""
+        self._who = self._context.peer()  # For the log; better after the Hello.
+        try:
+            hello = self._receive_hello()
+            if hello is None:
+                return
+            # All peers at a unix socket have the same name, so add the run's.
+            self._who = (
+                f"run {quote(hello.run_id)} (environments from {hello.first_env_id} "
+                f"on) at {self._context.peer()}"
+            )
+            with self._places.take(hello, self._context) as place:
+                self._log_start(hello)
+                yield from self.play(hello, place)
+        except grpc.RpcError:
+            pass  # The learner is gone, or this server has ended the stream.
+        except Busy as error:
+            # No Failure message: the learner may try again any number of times.
+            log.warning("Turned away %s: %s", self._who, error)
+            self._set_status(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except WrongProtocol as error:
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            yield from self._fail(code, str(error), permanent=True)
+        except messages.WireError as error:
+            yield from self._fail(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except EnvSpecError as error:
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            yield from self._fail(code, _with_traceback(error), permanent=True)
+        except Exception as error:
+            yield from self._fail(grpc.StatusCode.INTERNAL, _with_traceback(error))
+
+    def _receive_hello(self) -> Hello | None:
+        """Return the learner's Hello, or None if the learner has hung up."""
+        with self._places.hello_deadline(self._context):
+            message = next(self._requests, None)
+        if message is None:
+            return None
+        hello = codec.decode(ToServer, message).hello
+        if hello is None:
+            raise messages.WireError("expected a Hello first, got an Action")
+        self._service.check_hello(hello)
+        return hello
+
+    def _log_start(self, hello: Hello) -> None:
+        # The learner logs streams that reconnect. The low 16 bits of the incarnation
+        # count them (first_incarnation in polybeast.py).
+        level = logging.DEBUG if hello.incarnation & 0xFFFF else logging.INFO
+        log.log(
+            level,
+            "Environments %d to %d: run %s at %s, start %d",
+            hello.first_env_id,
+            hello.first_env_id + self._service.num_envs - 1,
+            quote(hello.run_id),
+            self._context.peer(),
+            hello.incarnation,
+        )
+
+    def play(self, hello: Hello, place: Place) -> Iterator[bytes]:
+        """Make environments, and step them as the learner says."""
+        # Environments may use these generators; forked processes would share a state.
+        seed = env_seed(hello.seed, hello.first_env_id, hello.incarnation, 0)
+        random.seed(seed)
+        np.random.seed(seed)
+        clock = place.progress[1:]
+        envs = self._service.make_environments(hello, clock)
+        with closing(envs, clock):
+            try:
+                self._service.check_spaces(envs)
+                yield codec.encode(ToLearner(welcome=self._service.welcome(hello)))
+                yield from self._step(envs, hello, place.progress)
+            finally:
+                place.is_closing = True
+
+    def _step(
+        self, envs: Environments, hello: Hello, progress: np.ndarray
+    ) -> Iterator[bytes]:
+        """Reset the environments, then step them with each Action that arrives."""
+        service = self._service
+        step_arrays, spec = service.step_arrays(hello)
+        steps = frames.Steps(
+            step_arrays, service.num_envs, newest_frames=hello.newest_frames
+        )
+        rows = itertools.cycle([_nest_of(arrays, spec) for arrays in steps.arrays])
+        action = service.action_frame()
+        actions = _nest_of(action.arrays, spec_of(service.action_space))
+        checks = action_checks(service.action_space, actions)
+        clock = progress[1:]
+
+        envs.reset(next(rows))
+        clock[0] = 0.0  # Stops the clock: a `yield` waits for the network.
+        yield steps.encode(0, whole=True)
+        for seq in itertools.count():
+            message = None if self._places.goodbye else next(self._requests, None)
+            if self._places.goodbye:
+                yield codec.encode(ToLearner(goodbye=Goodbye(self._places.goodbye)))
+                return
+            if message is None:  # The learner has hung up.
+                return
+            got, whole = action.decode_action(message)
+            if got != seq:
+                raise messages.WireError(
+                    f"expected the action of step {seq}, got {got}"
+                )
+            for check in checks:
+                check()
+            envs.step(actions, next(rows))
+            clock[0] = 0.0
+            progress[0] += 1
+            yield steps.encode(seq + 1, whole=whole)
+
+    def _fail(
+        self, code: grpc.StatusCode, text: str, *, permanent: bool = False
+    ) -> Iterator[bytes]:
+        """End the stream: send the whole reason, and its first line as the status."""
+        text = text.strip()[-FAILURE_CHARS:]
+        log.warning("The stream of %s failed: %s", self._who, text)
+        yield codec.encode(ToLearner(failure=Failure(text, permanent)))
+        self._set_status(code, text)
+
+    def _set_status(self, code: grpc.StatusCode, text: str) -> None:
+        self._context.set_code(code)
+        self._context.set_details(details(text))
+
+
+def details(text: str) -> str:
+    """Return what fits into a gRPC status: the first line, cut."""
+    return text.partition("\n")[0][:DETAILS_CHARS]
+
+
+def _with_traceback(error: BaseException) -> str:
+    """Return the text of `error`, then its traceback."""
+    trace = "".join(traceback.format_exception(error))
+    name = "" if isinstance(error, EnvError | EnvSpecError) else type(error).__name__
+    return f"{name}{': ' * bool(name)}{error}\n\n{trace}"
+
+
+def _nest_of(arrays: list[np.ndarray], spec: Nest) -> Nest:
+    """Return the arrays of a frame, arranged as `spec` is."""
+    values = iter(arrays)
+    return map_nest(lambda _: next(values), spec)

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervise the processes of polybeast_env.py: start, watch, replace and end them.
+
+Each environment server has a process of its own, forked from the program. The program
+itself, the supervisor, runs no threads and does not import gRPC. So it can fork at any
+time, and the new process finds everything else imported already.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import logging
+import mmap
+import multiprocessing
+import os
+import resource
+import signal
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from typing import Any
+
+import numpy as np
+
+from core.errors import ConfigError, Exit
+from core.running import terminal
+from core.running.machine import (
+    be_killed_first_for_memory,
+    lower_priority,
+    num_cores,
+)
+from core.running.signals import STOP_SIGNALS, StopSignal, kill_if_hung
+from core.running.supervise import RestartBudget, describe_exit
+from core.running.unit import Unit
+
+log = logging.getLogger(__name__)
+
+STOP_S = 1.5  # Time for servers to say goodbye and close environments; then SIGKILL.
+# A server that dies after fewer environment steps than this counts as a quick death.
+DELIVERED_STEPS = 20
+NICENESS = 5  # Of servers beside a learner. The learner's inference threads have 19.
+OPEN_FILES = 65536  # Wanted limit of open files: many learners may connect.
+
+
+class ServerError(Exception):
+    """A server process died too often in a row."""
+
+
+@dataclasses.dataclass
+class ServerSlot:
+    """The place of one server. Its processes come and go, its address stays."""
+
+    index: int
+    address: str
+    # [2 * S, 2] float64, in memory shared with the process. See
+    # `core.remote.service.ServerOptions`.
+    progress: np.ndarray
+    budget: RestartBudget
+    process: Unit | None = None  # None while the slot waits for `restart_at`.
+    pipe: connection.Connection | None = None  # Messages from the process.
+    is_listening: bool = False
+    has_listened: bool = False  # At any time: the socket's file is ours.
+    restart_at: float | None = 0.0  # Monotonic; None while a process runs.
+    reason: str | None = None  # Why the process dies, where that is known.
+
+
+class Servers:
+    """The server processes. A context manager; all methods are for the main thread.
+
+    Args:
+      create_server: called as create_server(flags, address, progress) in each server
+        process; returns a `core.remote.env_server.Server`.
+      addresses: one for each server.
+      stop: after a signal dead servers are not replaced.
+    """
+
+    def __init__(
+        self,
+        flags: argparse.Namespace,
+        create_server: Callable[[argparse.Namespace, str, np.ndarray], Any],
+        addresses: Sequence[str],
+        stop: StopSignal,
+    ):
+        self._flags = flags
+        self._create_server = create_server
+        self._stop = stop
+        self._context = multiprocessing.get_context("fork")
+        self._cores = own_cores(flags)
+        self._restarts = 0
+        # Servers that a learner starts write to a pipe that the learner reads.
+        waits = any(map(terminal.may_wait, (1, 2))) and not flags.with_parent
+        self._output = terminal.ChildOutput() if waits else None
+        places = 2 * flags.streams_per_server
+        shared = mmap.mmap(-1, len(addresses) * places * 2 * 8)
+        progress = np.frombuffer(shared).reshape(len(addresses), places, 2)
+        self.slots = [
+            ServerSlot(i, address, progress[i], RestartBudget())
+            for i, address in enumerate(addresses)
+        ]
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._close()
+
+    def are_listening(self) -> bool:
+        return all(slot.is_listening for slot in self.slots)
+
+    def describe(self) -> str:
+        """Return one line: what is served, and at which addresses."""
+        flags, addresses = self._flags, [slot.address for slot in self.slots]
+        N, S, K = flags.num_servers, flags.streams_per_server, flags.envs_per_stream
+        where = ",".join(addresses)
+        base, dot, first = addresses[0].rpartition(
+            "." if addresses[0].startswith("unix:") else ":"
+        )
+        if first.isdecimal() and addresses == [
+            f"{base}{dot}{int(first) + i}" for i in range(N)
+        ]:
+            where = f"{addresses[0]}-{int(first) + N - 1}" if N > 1 else addresses[0]
+
+        def count(n: int, noun: str) -> str:
+            return f"{n} {noun}{'s' * (n != 1)}"
+
+        return (
+            f"Serving {flags.env} at {where}: {count(N, 'server')} x "
+            f"{count(S, 'stream')} x {count(K, 'environment')}"
+        )
+
+    def poll(self, timeout_s: float, *others: int) -> set[Any]:
+        """Start servers that are due, wait for events up to `timeout_s`, handle them.
+
+        Returns those of the file descriptors `others` that became readable.
+
+        Raises:
+          ConfigError: a server cannot serve this environment or address.
+          ServerError: a server died too often in a row without stepping environments.
+        """
+        for slot in self.slots:
+            if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
+                self._start(slot)
+        handles: list[Any] = [
+            s.process.sentinel for s in self.slots if s.process is not None
+        ]
+        handles += [s.pipe for s in self.slots if s.pipe is not None]
+        if self._output is not None:
+            handles.append(self._output.fileno())
+        ready: set[Any] = set(connection.wait([*handles, *others], timeout_s))
+        if self._output is not None and self._output.fileno() in ready:
+            self._output.read()
+        if self._stop.received is not None:  # The servers may have got the signal too.
+            return set()
+        for slot in self.slots:
+            if slot.pipe in ready:
+                self._receive(slot)
+            if slot.process is not None and slot.process.sentinel in ready:
+                self._handle_death(slot)
+            self._check_progress(slot)
+            self._check_socket(slot)
+        return ready.intersection(others)
+
+    def _start(self, slot: ServerSlot) -> None:
+        if self._flags.remove_folder:
+            make_private(os.path.dirname(slot.address.removeprefix("unix:")))
+        slot.progress[:] = 0.0
+        slot.restart_at = slot.reason = None
+        slot.pipe, theirs = self._context.Pipe(duplex=False)
+        slot.process = Unit(
+            self._context,
+            serve_one,
+            (
+                self._flags,
+                self._create_server,
+                slot.address,
+                slot.progress,
+                self._cores[slot.index % len(self._cores)] if self._cores else None,
+                theirs,
+                None if self._output is None else self._output.theirs,
+            ),
+            name=f"server-{slot.index}",
+        )
+        # Block signals during the fork: the child has the parent's handlers at first,
+        # and they would swallow a signal that is meant to end the child.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            slot.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        theirs.close()  # Or the parent would not see the pipe's end.
+
+    def _receive(self, slot: ServerSlot) -> None:
+        assert slot.pipe is not None
+        try:
+            kind, text = slot.pipe.recv_bytes().decode().split(" ", 1)
+        except (EOFError, OSError):  # The process is dying; its sentinel comes next.
+            slot.pipe.close()
+            slot.pipe = None
+            return
+        if kind == "config":
+            raise ConfigError(text)
+        if kind == "listening":
+            slot.is_listening = slot.has_listened = True
+            slot.address = text  # With the port that the system chose for port 0.
+        else:
+            slot.reason = text
+
+    def _handle_death(self, slot: ServerSlot) -> None:
+        """Plan the restart of a dead server."""
+        assert slot.process is not None
+        if slot.pipe is not None and slot.pipe.poll():
+            self._receive(slot)
+        slot.process.join()
+        reason = slot.reason or describe_exit(slot.process.exitcode)
+        slot.process.close()
+        slot.process = None
+        slot.is_listening = False
+        if slot.progress[:, 0].sum() >= DELIVERED_STEPS:
+            slot.budget.delivered()
+        wait_s = slot.budget.died()
+        if wait_s is None:
+            raise ServerError(
+                f"server {slot.index} at {slot.address} died "
+                f"{slot.budget.quick_deaths} times in a row within {DELIVERED_STEPS} "
+                f"steps of its environments; the last time: {reason}"
+            )
+        slot.restart_at = time.monotonic() + wait_s
+        self._restarts += 1
+        log.warning(
+            "Server %d died (%s); starting it again in %.1f s",
+            slot.index,
+            reason,
+            wait_s,
+            extra={"restarts": self._restarts},
+        )
+
+    def _check_progress(self, slot: ServerSlot) -> None:
+        """Kill a server if a call of its environments takes too long."""
+        if slot.process is None:
+            return
+        since = slot.progress[:, 1]
+        oldest = float(since.min(where=since > 0, initial=np.inf))
+        if kill_if_hung(
+            f"Server {slot.index}",
+            slot.process,
+            0.0 if oldest == np.inf else oldest,
+            self._flags.env_step_timeout_s,
+        ):
+            slot.reason = "its environment hung"
+            since[:] = 0.0  # Once is enough; the process may take a while to end.
+
+    def _check_socket(self, slot: ServerSlot) -> None:
+        """End a server whose socket file was deleted: no learner could connect."""
+        is_unix = slot.address.startswith("unix:")
+        path = slot.address.removeprefix("unix:")
+        if slot.is_listening and is_unix and not os.path.exists(path):
+            assert slot.process is not None
+            slot.is_listening = False
+            slot.reason = f"its socket {path} was deleted"
+            slot.process.terminate()
+
+    def _close(self) -> None:
+        """End all servers, and remove the files that killed servers leave behind."""
+        processes = [s.process for s in self.slots if s.process is not None]
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + STOP_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        for process in processes:
+            process.join()
+        if self._output is not None:
+            self._output.close()
+        for slot in self.slots:
+            # A killed server may have created its socket without having said so yet.
+            is_ours = slot.has_listened or self._flags.remove_folder
+            if slot.address.startswith("unix:") and is_ours:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(slot.address.removeprefix("unix:"))
+        if self._flags.remove_folder:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(self.slots[0].address.removeprefix("unix:")))
+
+
+def serve_one(
+    flags: argparse.Namespace,
+    create_server: Callable[[argparse.Namespace, str, np.ndarray], Any],
+    address: str,
+    progress: np.ndarray,
+    own_core: int | None,
+    pipe: connection.Connection,
+    output: connection.Connection | None,
+) -> None:
+    """Run one server in this process until SIGTERM or the end of the supervisor.
+
+    Args:
+      own_core: the core that this process is to stay on, if any.
+      pipe: takes "listening ADDRESS", "config ERROR" or "failed TRACEBACK".
+      output: where stdout and stderr go if writing to the program's own may block.
+    """
+    if output is not None:
+        waits = [fd for fd in (1, 2) if terminal.may_wait(fd)]
+        terminal.redirect_descriptors(output, waits)
+    # After Ctrl-C, or when the terminal closes, the supervisor ends its servers. Not
+    # SIG_IGN: processes that an environment starts would inherit that.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # SIG_IGN is `nohup`'s.
+        signal.signal(signal.SIGHUP, lambda *_: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    be_killed_first_for_memory()
+    assert sys.__stderr__ is not None
+    faulthandler.enable(sys.__stderr__)
+    faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True)
+    if flags.with_parent:
+        lower_priority(NICENESS)
+    if own_core is not None:
+        os.sched_setaffinity(0, {own_core})
+    server = create_server(flags, address, progress)
+    try:
+        address = server.start()
+    except ConfigError as error:
+        pipe.send_bytes(f"config {error}".encode())
+        sys.exit(Exit.CONFIG)
+    except BaseException:
+        pipe.send_bytes(f"failed {traceback.format_exc().strip()}".encode())
+        raise
+    signal.signal(signal.SIGTERM, lambda *_: server.stop("the server was stopped"))
+    pipe.send_bytes(f"listening {address}".encode())
+    server.run()
+
+
+def own_cores(flags: argparse.Namespace) -> list[int]:
+    """Return the cores to distribute among the servers; empty if servers may move.
+
+    The threads of a server take turns with the GIL. On one core they wake each other
+    faster: a message costs a third less (results/speed). So each server stays on one
+    core if every core has the same number of servers and no other work: no learner and
+    no CPU quota of a container. If your environments start threads or processes, return
+    [] here.
+    """
+    if flags.with_parent or not hasattr(os, "sched_setaffinity"):
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    is_fair = len(cores) == num_cores() and flags.num_servers % len(cores) == 0
+    return cores if is_fair else []
+
+
+def make_private(folder: str) -> None:
+    """Create the private folder of the servers' sockets again if it was deleted.
+
+    Raises:
+      ConfigError: the folder there now belongs to, or is open to, other users.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+        log.warning("The folder of the servers' sockets was deleted; made it anew")
+    found = os.lstat(folder)
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"{folder} was deleted, and what is there now is not private. Start anew."
+        )
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to OPEN_FILES, or as far as is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

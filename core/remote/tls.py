@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS between learner and environment servers: read certificates, find their errors.
+
+Learner and server each show a certificate and check the other's (mutual TLS). So each
+machine has a folder with
+
+    ca.pem     certificate of the authority that signed the other side's certificate
+    cert.pem   this side's certificate
+    key.pem    the private key of cert.pem, readable by this user only
+
+`python -m tools.certs` makes these folders. gRPC encrypts the traffic, but its errors
+say little. This module finds out why a certificate does not work: before a connection
+(`read`) and after one has failed (`diagnose`). It needs only the standard library.
+"""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from pathlib import Path
+
+from core.errors import ConfigError
+
+CERTS_COMMAND = "python -m tools.certs --hosts HOST1,HOST2"  # For error messages.
+DIAGNOSE_S = 2.0  # Time limit of the TLS handshake with a server.
+
+
+def is_public(address: str) -> bool:
+    """Return whether other machines may be able to connect to `address`."""
+    if address.startswith("unix:"):
+        return False
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def read(folder: str | None, *, is_server: bool) -> tuple[bytes, bytes, bytes] | None:
+    """Return the contents of ca.pem, cert.pem and key.pem; None without a folder.
+
+    Raises:
+      ConfigError: a server (or a learner) cannot use one of the files.
+    """
+    if folder is None:
+        return None
+    paths = _paths(folder)
+    try:
+        contents = tuple(path.read_bytes() for path in paths)
+    except OSError as error:
+        raise ConfigError(
+            f"--tls_dir {folder}: cannot read {error.filename}: {error.strerror}. A "
+            f"folder with ca.pem, cert.pem and key.pem is what {CERTS_COMMAND} makes, "
+            "one for each machine."
+        ) from error
+    _check_permissions(paths[2])
+    _check_certificate(paths, is_server=is_server)
+    ca, cert, key = contents
+    return ca, cert, key
+
+
+def _paths(folder: str) -> tuple[Path, Path, Path]:
+    path = Path(folder).expanduser()
+    return path / "ca.pem", path / "cert.pem", path / "key.pem"
+
+
+def _check_permissions(key: Path) -> None:
+    """Refuse a key that other users can read: they could pretend to be this program.
+
+    An error, as in ssh, because a warning is easily overlooked. A key that belongs to
+    another user, such as root, may be readable by a group.
+    """
+    status = key.stat()
+    allowed = 0o600 if status.st_uid == os.geteuid() else 0o640
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & ~allowed & 0o077:
+        raise ConfigError(
+            f"--tls_dir: others can read {key}, or write it (mode {mode:04o}). Make it "
+            f"private: chmod 600 {key}. If they may have done so, make a new one."
+        )
+
+
+def _check_certificate(paths: tuple[Path, Path, Path], *, is_server: bool) -> None:
+    """Check our certificate as the other side will. gRPC would give no reason.
+
+    Does a TLS handshake in memory between a server and a client, where one of them
+    shows our certificate and the other checks it.
+    """
+    ca, cert, key = paths
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False  # Only the other side knows the name it connects to.
+    checks, checked = (client, server) if is_server else (server, client)
+    checked.verify_mode = ssl.CERT_NONE
+    checks.verify_mode = ssl.CERT_REQUIRED
+    try:
+        checks.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise ConfigError(f"--tls_dir: no certificate in {ca}: {error}") from error
+    try:
+        for context in {server, checked}:  # A TLS server always needs a certificate.
+            # The empty password keeps OpenSSL from asking for one.
+            context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"--tls_dir: {cert} and {key} do not fit together: {error}. They should "
+            "hold a certificate and its key, in PEM, without a password."
+        ) from error
+    try:
+        _shake_hands(server, client)
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"--tls_dir: {cert} is of no use here: {error.verify_message}"
+            f"{_advice(error.verify_message)}"
+        ) from error
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        server.wrap_bio(to_server, to_client, server_side=True),
+        client.wrap_bio(to_client, to_server),
+    ]
+    for _ in range(10):  # A handshake takes three turns.
+        for side in sides:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+
+
+def diagnose(address: str, folder: str | None) -> str | None:
+    """Return why TLS keeps a learner from connecting to a server, or None.
+
+    gRPC reports only that the server closed the connection. So this function does the
+    TLS handshake again. Returns None if that works, or if the server cannot be reached.
+
+    Args:
+      folder: the learner's --tls_dir, or None if it does not use TLS.
+    """
+    if address.startswith("unix:"):
+        return None
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    try:
+        if folder is None:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        else:
+            ca, cert, key = _paths(folder)
+            context.load_verify_locations(ca)
+            context.load_cert_chain(cert, key, password="")
+        with (
+            socket.create_connection((host, int(port)), DIAGNOSE_S) as tcp,
+            context.wrap_socket(tcp, server_hostname=host) as connection,
+        ):
+            if folder is None:
+                return "it speaks TLS and this learner does not: add --tls_dir"
+            # Now the server checks our certificate. It sends data if it accepts it.
+            if connection.recv(1):
+                return None
+    except ssl.SSLCertVerificationError as error:
+        return f"its certificate: {error.verify_message}{_advice(error.verify_message)}"
+    except ssl.SSLEOFError:
+        return None  # The server may be ending.
+    except ssl.SSLError as error:
+        if folder is None:
+            return None  # The server does not use TLS either.
+        if error.reason == "WRONG_VERSION_NUMBER":
+            return "it does not speak TLS: start it with --tls_dir"
+        return f"TLS: {error.reason or error}"
+    except OSError:
+        return None
+    return (
+        "it hangs up when it sees this learner's certificate: its ca.pem must be of "
+        "another CA, or its clock wrong"
+    )
+
+
+def _advice(problem: str) -> str:
+    """Return what the user can do about an OpenSSL error."""
+    if "expired" in problem or "not yet valid" in problem:
+        return (
+            ". Check the clocks of both machines; python -m tools.certs --renew makes "
+            "new certificates"
+        )
+    if "mismatch" in problem:
+        return (
+            " Use the name in the certificate, or make one for this name: python -m "
+            "tools.certs --hosts NAME"
+        )
+    if "purpose" in problem:
+        return (
+            ". The learner and each server have a folder of their own; these were "
+            "swapped"
+        )
+    return ": another CA than that of ca.pem signed it"

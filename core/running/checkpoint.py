@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: save them so that a good one always exists; check all when loading.
+
+    checkpoints/
+        step-000000123456.safetensors       the last `keep` of them
+        .step-...tmp-<pid>                  one that is being written
+
+A checkpoint is a safetensors file, which any safetensors reader opens. Its tensors are
+named `<group>/<name>`. Its metadata hold the step, everything that is not a tensor (as
+JSON), and the sha256 of the whole file, computed with its own 64 digits set to zeros.
+
+`save` writes a temporary file, syncs it, reads it back, and renames it: see
+`core.running.atomic`. If the process is killed or the disk is full, the new checkpoint
+is lost and all old ones stay. The next start removes the temporary file.
+
+Nothing here pickles or unpickles: a checkpoint from a stranger can be wrong, but it
+cannot run code.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from core.running.atomic import sync_folder, write_atomically
+
+FORMAT = "torchbeast-checkpoint"
+VERSION = 2  # Increase it if an older program would misread the new files.
+
+_NAME = re.compile(r"step-(\d{12})\.safetensors", re.ASCII)
+_GROUP = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
+# In a header. The name of a tensor cannot imitate this: there JSON escapes the quotes.
+_SHA256 = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+_LENGTH_BYTES = 8  # Of the header's length, with which a safetensors file begins.
+_MAX_DIFFERENCES = 8  # A message names so many, and counts the rest.
+_MAX_REASON = 500  # Characters: the text of a damaged file may be in a message.
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written, or there is no good one."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A good checkpoint of another model or optimizer."""
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """A checkpoint as `load` found it."""
+
+    path: Path
+    step: int
+    tensors: dict[str, dict[str, torch.Tensor]]  # On the CPU; group, then name.
+    state: dict[str, Any]
+    # One line (path and reason) for each newer checkpoint that is damaged.
+    rejected: list[str] = dataclasses.field(default_factory=list)
+
+
+def save(
+    directory: Path,
+    *,
+    step: int,
+    tensors: dict[str, dict[str, torch.Tensor]],
+    state: dict[str, Any],
+    keep: int = 3,
+) -> Path:
+    """Write one checkpoint, then delete all older ones but the last `keep - 1`.
+
+    `load` finds a good checkpoint at every moment, also while a checkpoint of the same
+    step is replaced. Only one process at a time may save to a directory; others may
+    load meanwhile.
+
+    Args:
+      directory: holds a run's checkpoints; created if missing.
+      tensors: groups of named tensors, on any device, with any strides. No other
+        process or thread may change them during the call. A tensor with two names is
+        written twice.
+      state: values that JSON can hold: string keys, lists instead of tuples.
+
+    Returns:
+      The path of the new checkpoint.
+
+    Raises:
+      ValueError: a tensor of the group "model" is not finite, so training cannot go on
+        from it; or an argument is out of range.
+      CheckpointError: the file cannot be written: disk full, read-only, or the like.
+        The old checkpoints are unchanged.
+    """
+    if not 0 <= step < 10**12:
+        raise ValueError(f"step is {step}; expected 0 <= step < 10**12")
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; expected at least 1")
+    for name, tensor in tensors.get("model", {}).items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"model tensor {name} is not finite at step {step}; not saved"
+            )
+    data = _encode(step, tensors, state)
+    path = directory / f"step-{step:012d}.safetensors"
+    try:
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            sync_folder(directory.parent)
+        # A file that `load` would refuse must not replace a good one.
+        write_atomically(path, data, check=lambda data: _parse(data, step))
+        _delete_old(directory, path, keep)
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"saving {path} failed: {error}") from error
+    return path
+
+
+def _encode(
+    step: int, tensors: dict[str, dict[str, torch.Tensor]], state: dict[str, Any]
+) -> bytes:
+    """Return a checkpoint's bytes."""
+    flat = {}
+    for group, named in tensors.items():
+        if not _GROUP.fullmatch(group):
+            raise ValueError(f"group of tensors {group!r} is not {_GROUP.pattern}")
+        for name, tensor in named.items():
+            flat[f"{group}/{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "step": str(step),
+        "groups": " ".join(tensors),  # Some may be empty.
+        "state": json.dumps(state),
+        "sha256": "0" * 64,
+    }
+    return seal(safetensors.torch.save(flat, metadata))
+
+
+def seal(data: bytes) -> bytes:
+    """Return a checkpoint's bytes with their correct sha256 in the header."""
+    start, end = _find_digest(data)
+    return data[:start] + _digest(data, start, end) + data[end:]
+
+
+def _digest(data: bytes, start: int, end: int) -> bytes:
+    """Return the sha256 of data in hex; data[start:end] counts as zeros."""
+    view = memoryview(data)
+    digest = hashlib.sha256(view[:start])
+    digest.update(b"0" * (end - start))
+    digest.update(view[end:])
+    return digest.hexdigest().encode()
+
+
+def _delete_old(directory: Path, newest: Path, keep: int) -> None:
+    """Delete the checkpoints older than `newest`, except the last `keep - 1`.
+
+    Checkpoints of a higher step stay: this run did not load them, and a log line said
+    why.
+    """
+    older = [n for n in _names(directory) if _NAME.fullmatch(n) and n < newest.name]
+    for name in older[keep - 1 :]:
+        with contextlib.suppress(OSError):  # The next save tries again.
+            (directory / name).unlink()
+
+
+def load(directory: Path) -> Checkpoint | None:
+    """Return the newest good checkpoint, or None if there is no checkpoint at all.
+
+    `rejected` names the newer ones that are not good: truncated, changed, incomplete,
+    or of another format. The tensors own their memory, so that a caller may write to
+    them.
+
+    Raises:
+      CheckpointError: there are checkpoints, but none is good. To start from scratch
+        would silently lose the run.
+    """
+    while True:
+        names = _names(directory)
+        rejected: list[str] = []
+        for name in names:
+            path = directory / name
+            try:
+                found = _read_named(path)
+            except CheckpointError as error:
+                rejected.append(one_line(f"{path}: {error}"))
+            else:
+                break
+        if rejected and _names(directory) != names:
+            continue  # A trainer has saved and deleted files since. Try again.
+        if not names:
+            return None
+        if len(rejected) == len(names):
+            raise CheckpointError(
+                "\n  ".join([f"no checkpoint in {directory} is good:", *rejected])
+                + "\nBring one back from a backup, or move the folder away to start "
+                "from scratch."
+            )
+        found.rejected = rejected
+        return found
+
+
+def load_from(path: Path) -> Checkpoint | None:
+    """Return the checkpoint at `path`, or the newest good one of the run there.
+
+    A file may have any name.
+
+    Raises:
+      CheckpointError: what is there is not good.
+    """
+    if not path.is_file():
+        return load(path / "checkpoints") or load(path)
+    try:
+        return _read(path)
+    except CheckpointError as error:
+        raise CheckpointError(one_line(f"{path}: {error}")) from error
+
+
+def _names(directory: Path) -> dict[str, int]:
+    """Return the names of all checkpoints, newest first, and their inode numbers."""
+    try:
+        with os.scandir(directory) as entries:
+            found = {e.name: e.inode() for e in entries if e.name.startswith("step-")}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory}: {error}") from error
+    return {name: found[name] for name in sorted(found, reverse=True)}
+
+
+def _read_named(path: Path) -> Checkpoint:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError("its name is not step-<12 digits>.safetensors")
+    return _read(path, int(match[1]))
+
+
+def _read(path: Path, step: int | None = None) -> Checkpoint:
+    """Read a checkpoint and check all of it, also its step if `step` is given.
+
+    Raises:
+      CheckpointError: it is not good; the message is the reason, without the path.
+    """
+    if path.exists() and not path.is_file():  # Reading a pipe would never end.
+        raise CheckpointError("is not a regular file")
+    try:
+        found = _parse(path.read_bytes(), step)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}") from error
+    return dataclasses.replace(found, path=path)
+
+
+def _parse(data: bytes, step: int | None) -> Checkpoint:
+    """Return the checkpoint in a file's bytes, after a check of its sha256.
+
+    Raises:
+      CheckpointError: it is damaged, or of another format, version or step.
+    """
+    start, end = _find_digest(data)
+    if _digest(data, start, end) != data[start:end]:
+        raise CheckpointError("has another sha256 than when it was written")
+    try:
+        return _parse_verified(data, step)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # The sha256 is right, but a stranger may have written the file. Any error of a
+        # parser, such as RecursionError or MemoryError, means that it is not good.
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+
+def _find_digest(data: bytes) -> tuple[int, int]:
+    """Return the position of the sha256's 64 digits in a checkpoint's bytes."""
+    header_end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if header_end > len(data):
+        raise CheckpointError(f"is truncated, or no checkpoint: {len(data)} bytes")
+    match = _SHA256.search(data, _LENGTH_BYTES, header_end)
+    if match is None:
+        raise CheckpointError("is no checkpoint: its header has no sha256")
+    return match.span(1)
+
+
+def _parse_verified(data: bytes, step: int | None) -> Checkpoint:
+    header_end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    metadata = json.loads(data[_LENGTH_BYTES:header_end])["__metadata__"]
+    if metadata["format"] != FORMAT:
+        raise CheckpointError(f"has format {metadata['format']!r}, not {FORMAT}")
+    if metadata["version"] != str(VERSION):
+        raise CheckpointError(
+            f"has format version {metadata['version']!r}; this program reads version "
+            f"{VERSION}"
+        )
+    if step is not None and metadata["step"] != str(step):
+        raise CheckpointError(f"is of step {metadata['step']}")
+    state = json.loads(metadata["state"])
+    if not isinstance(state, dict):
+        raise CheckpointError("its state is not an object")
+    tensors: dict[str, dict[str, torch.Tensor]]
+    tensors = {group: {} for group in metadata["groups"].split()}
+    for name, tensor in safetensors.torch.load(data).items():
+        group, _, name = name.partition("/")
+        tensors[group][name] = tensor
+    return Checkpoint(Path(), int(metadata["step"]), tensors, state)
+
+
+def one_line(text: str) -> str:
+    """Return the text cut to _MAX_REASON, and spaces instead of unprintable ones."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " ..."
+
+
+def join_differences(differences: list[str]) -> str:
+    shown = differences[:_MAX_DIFFERENCES]
+    if len(differences) > len(shown):
+        shown.append(f"and {len(differences) - len(shown)} more")
+    return "; ".join(shown)
+
+
+def weights_for(model: torch.nn.Module, found: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's weights, after a check that they fit the model.
+
+    Tensors that are float32 in the model may be float16 in the file (`tools.publish`).
+
+    Raises:
+      CheckpointMismatch: names, shapes or dtypes differ.
+    """
+    expected = model.state_dict()
+    got = dict(found.tensors.get("model", {}))
+    for name in got.keys() & expected.keys():
+        if (got[name].dtype, expected[name].dtype) == (torch.float16, torch.float32):
+            got[name] = got[name].float()
+    check_tensors(expected, got, what="model")
+    return got
+
+
+def check_tensors(
+    expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor], *, what: str
+) -> None:
+    """Check that tensors from a file have the names, shapes and dtypes of a model's.
+
+    Raises:
+      CheckpointMismatch: they differ. The message names each difference in one line,
+        such as "model: policy.weight: file [6,512], model [18,512]".
+    """
+    differences = []
+    for name in expected.keys() & got.keys():
+        file, ours = got[name], expected[name]
+        if file.shape != ours.shape or file.dtype != ours.dtype:
+            with_dtype = file.dtype != ours.dtype
+            differences.append(
+                f"{name}: file {_describe(file, with_dtype)}, "
+                f"{what} {_describe(ours, with_dtype)}"
+            )
+    differences.sort()
+    differences += [f"missing {name}" for name in sorted(expected.keys() - got.keys())]
+    differences += [f"unknown {name}" for name in sorted(got.keys() - expected.keys())]
+    if differences:
+        raise CheckpointMismatch(one_line(f"{what}: {join_differences(differences)}"))
+
+
+def _describe(tensor: torch.Tensor, with_dtype: bool) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.") if with_dtype else ""
+    return f"{dtype}[{','.join(map(str, tensor.shape))}]"
+
+
+def equal_values(a: Any, b: Any) -> bool:
+    """Return whether two options are equal, tensors included."""
+    if isinstance(a, (list, tuple)):
+        same = type(a) is type(b) and len(a) == len(b)
+        return same and all(map(equal_values, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+    return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and a == b

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The columns of logs.csv: name, unit and meaning of each."""
+
+from core.algorithm.counters import Field
+
+# The columns of logs.csv in their order. "Since the last row" means over all updates
+# between two rows. A test holds the table in docs/logs-and-columns.md equal to this.
+FIELDS = (
+    Field(
+        "step",
+        "agent steps",
+        "transitions learned from so far, all environments together. The reset that "
+        "follows a truncated row does not count as a step",
+    ),
+    Field("frames", "frames", "emulator frames of these steps; Atari: 4 per step"),
+    Field("time_s", "s", "training time so far, without the pauses between resumes"),
+    Field("sps", "agent steps/s", "steps per second since the last row"),
+    Field(
+        "mean_episode_return",
+        "reward",
+        "mean unclipped return of the last 100 finished full games; blank before the "
+        "first",
+    ),
+    Field("mean_episode_step", "agent steps", "mean length of the same games"),
+    Field("games", "count", "full games finished so far"),
+    Field(
+        "best_mean_return",
+        "reward",
+        "highest mean_episode_return so far; blank before 100 games",
+    ),
+    Field(
+        "mean_life_return",
+        "reward",
+        "mean unclipped return of the last 100 episodes as the learner sees them: one "
+        "life each where a lost life ends the episode",
+    ),
+    Field(
+        "total_loss",
+        "1",
+        "pg_loss + baseline_loss + entropy_loss. Like its parts a sum over T and B, "
+        "and the mean of the updates since the last row",
+    ),
+    Field("pg_loss", "1", "policy gradient loss"),
+    Field(
+        "baseline_loss",
+        "1",
+        "half the squared error to the V-trace targets, times --baseline_cost",
+    ),
+    Field(
+        "entropy_loss",
+        "1",
+        "minus the entropy, times --entropy_cost; higher if the policy is closer to "
+        "deterministic",
+    ),
+    Field(
+        "entropy",
+        "nats per step",
+        "mean entropy of the policy; ln(number of actions) if it is uniform",
+    ),
+    Field(
+        "mean_rho",
+        "1",
+        "mean clipped importance weight of V-trace; 1 if the actors' policy equals the "
+        "learner's, and lower the more they differ",
+    ),
+    Field(
+        "grad_norm",
+        "1",
+        "global gradient norm before clipping, mean since the last row",
+    ),
+    Field("learning_rate", "1", "learning rate of the latest update"),
+    Field("updates", "count", "optimizer steps so far"),
+    Field(
+        "skipped_updates",
+        "count",
+        "updates left out so far because loss or gradient was not finite",
+    ),
+    Field(
+        "policy_lag_mean",
+        "updates",
+        "optimizer steps between acting and learning, mean since the last row",
+    ),
+    Field("policy_lag_max", "updates", "the same, largest since the last row"),
+    Field(
+        "stale_rollouts",
+        "count",
+        "rollouts left out so far because of --max_policy_lag; never learned from",
+    ),
+    Field("buffers_full", "count", "MonoBeast: rollouts waiting for the learner"),
+    Field("learner_busy", "share of time", "time in which an update runs"),
+    Field(
+        "inference_busy",
+        "share of time",
+        "time in which actions are chosen: by PolyBeast's inference threads, or by "
+        "MonoBeast's actors, which step environments the rest of the time",
+    ),
+    Field(
+        "env_busy",
+        "share of time",
+        "time in which environments step: PolyBeast: until the server has answered; "
+        "MonoBeast: in the actors",
+    ),
+    Field(
+        "gpu_utilization",
+        "share of time",
+        "time in which the learner's GPU computes; blank without a GPU, or without "
+        "nvidia-ml-py",
+    ),
+    Field(
+        "actor_restarts", "count", "actors started again after they died, since start"
+    ),
+    Field(
+        "rollouts_discarded",
+        "count",
+        "unfinished rollouts of dead actors, never learned from, since start",
+    ),
+    Field(
+        "streams", "count", "PolyBeast: connected streams to environment servers, now"
+    ),
+    Field(
+        "server_restarts",
+        "count",
+        "local environment servers started again after they died, since start",
+    ),
+    Field(
+        "reconnects",
+        "count",
+        "streams that connected again after they broke, since start",
+    ),
+    Field(
+        "steps_discarded",
+        "rows",
+        "rows of rollouts that a broken stream cut short, never learned from, since "
+        "start",
+    ),
+    Field("learner_queue", "count", "PolyBeast: rollouts waiting for the learner"),
+    Field(
+        "inference_batch",
+        "environments",
+        "mean size of an inference batch since start",
+    ),
+    Field(
+        "env_step_p50_ms",
+        "ms",
+        "median time from sending actions to receiving the next observations, since "
+        "start; of the median server",
+    ),
+    Field("env_step_p99_ms", "ms", "the 99th percentile; of the slowest server"),
+    Field("rss_mb", "MB", "resident memory of the main process"),
+)
+
+
+def info_field(key: str) -> Field:
+    """Return the column for one of --info_keys."""
+    return Field(
+        f"info_{key}", "-", f"info[{key!r}] of the environment, mean since the last row"
+    )

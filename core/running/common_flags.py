@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that more than one program has, each declared once, and their checks.
+
+Needs neither torch nor a compiler: the environment servers parse flags too.
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from core.flag_types import int_at_least, names, number, to_argv
+from core.running.machine import num_cores
+
+ENV = "PongNoFrameskip-v4"  # If neither --env nor a server names an environment.
+MAX_NAME_NBYTES = 200  # Of a run's folder. Most file systems allow 255.
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--mode",
+        choices=["train", "test", "test_render"],
+        default="train",
+        help="train: train a run. test: play full games with its newest checkpoint. "
+        "test_render: show these games in a window",
+    )
+    run.add_argument(
+        "--xpid",
+        help="name of the run, a folder in --savedir. An existing run is resumed. "
+        "'{env}' is replaced by the name of the environment. Default: a time stamp "
+        "when training, the latest run when testing",
+    )
+    run.add_argument(
+        "--savedir", default="~/logs/torchbeast", help="folder that holds the runs"
+    )
+    run.add_argument(
+        "--seed",
+        type=int_at_least(0),
+        help="seed of environments, weights and sampled actions. Default: drawn at "
+        "random, and recorded in meta.json",
+    )
+    run.add_argument(
+        "--init_from",
+        metavar="CHECKPOINT_OR_RUN",
+        help="start a new run with the weights of another run: a checkpoint file, the "
+        "folder of a run, or a run's name in --savedir. Steps, optimizer and log start "
+        "from scratch. Ignored if the run already has checkpoints of its own",
+    )
+    run.add_argument(
+        "--disable_checkpoint",
+        action="store_true",
+        help="write no checkpoints: nothing can be resumed or tested",
+    )
+    run.add_argument(
+        "--checkpoint_interval_s",
+        type=number(0),
+        default=600.0,
+        help="seconds between checkpoints; a last one is written when the run ends",
+    )
+    run.add_argument(
+        "--log_interval_s",
+        type=number(0),
+        default=5.0,
+        help="seconds between rows of logs.csv",
+    )
+    run.add_argument(
+        "--stall_timeout_s",
+        type=number(1),
+        default=300.0,
+        help="if the step count does not change for this long, the run logs what it "
+        "waits for and all stacks; then --on_stall decides",
+    )
+    run.add_argument(
+        "--on_stall",
+        choices=["stop", "wait"],
+        default="stop",
+        help="stop: write a checkpoint and end the run with a non-zero status. wait: "
+        "keep waiting, and log it again every --stall_timeout_s",
+    )
+    run.add_argument(
+        "--wandb",
+        action="store_true",
+        help="log to Weights & Biases too (pip install wandb)",
+    )
+    _add_test_flags(run)
+
+
+def _add_test_flags(run: Any) -> None:
+    run.add_argument(
+        "--num_episodes",
+        type=int_at_least(1),
+        default=10,
+        help="test: number of full games to play",
+    )
+    run.add_argument(
+        "--greedy",
+        action="store_true",
+        help="test: take the most likely action instead of sampling as in training",
+    )
+    run.add_argument(
+        "--video",
+        action="store_true",
+        help="test: write every game to an mp4 file in the run's folder",
+    )
+
+
+def add_environment_flags(parser: argparse.ArgumentParser) -> None:
+    env = parser.add_argument_group("environment")
+    env.add_argument(
+        "--env",
+        help="a Gymnasium id, 'package.module:function', 'gym:ID' for classic gym, or "
+        f"the built-in Catch or Memory. Default: {ENV}, or what the servers at "
+        "--server_addresses serve",
+    )
+    env.add_argument(
+        "--info_keys",
+        type=names,
+        default=(),
+        help="comma-separated names of scalar entries of the environment's info to log",
+    )
+    env.add_argument(
+        "--env_step_timeout_s",
+        type=number(1),
+        default=120.0,
+        help="limit for one call of an environment: constructor, reset, step, close. "
+        "If a call takes longer, its process shows its stacks and is killed and "
+        "restarted. A learner connects again if a server does not answer for this "
+        "time multiplied by the environments of a stream, and a little more",
+    )
+    env.add_argument(
+        "--recycle_games",
+        type=int_at_least(0),
+        default=0,
+        metavar="N",
+        help="close each environment after N full games and create a new one, for "
+        "simulators that leak memory; 0: never",
+    )
+    atari = parser.add_argument_group("environment, Atari only")
+    atari.add_argument(
+        "--atari_protocol",
+        choices=["impala", "machado"],
+        help="impala (the default): a lost life ends the episode, minimal actions, no "
+        "sticky actions. machado (Machado et al. 2018): full games, all 18 actions, "
+        "sticky actions with probability 0.25. The flags below override parts of this",
+    )
+    atari.add_argument(
+        "--episodic_life",
+        action=argparse.BooleanOptionalAction,
+        help="end the agent's episode when a life is lost",
+    )
+    atari.add_argument(
+        "--sticky_actions",
+        type=number(0, 1),
+        metavar="P",
+        help="probability that the emulator repeats the previous action",
+    )
+    atari.add_argument(
+        "--full_action_space",
+        action=argparse.BooleanOptionalAction,
+        help="all 18 actions instead of those the game uses",
+    )
+    atari.add_argument(
+        "--noop_max",
+        type=int_at_least(0),
+        metavar="N",
+        help="up to N no-op actions after a reset (default 30)",
+    )
+    atari.add_argument(
+        "--frame_skip",
+        type=int_at_least(1),
+        metavar="N",
+        help="emulator frames per agent step (default 4)",
+    )
+
+
+ATARI_FLAGS = (
+    "atari_protocol",
+    "episodic_life",
+    "sticky_actions",
+    "full_action_space",
+    "noop_max",
+    "frame_skip",
+)
+
+
+def add_learner_flags(parser: argparse.ArgumentParser) -> None:
+    learner = parser.add_argument_group("learner")
+    learner.add_argument(
+        "--total_steps",
+        type=int_at_least(1),
+        default=50_000_000,
+        help="agent steps to train for. 200000, 200_000, 2e5 and 200k are the same "
+        "number, for every flag that counts",
+    )
+    learner.add_argument(
+        "--batch_size",
+        type=int_at_least(1),
+        default=32,
+        metavar="B",
+        help="rollouts per batch",
+    )
+    learner.add_argument(
+        "--unroll_length",
+        type=int_at_least(1),
+        default=20,
+        metavar="T",
+        help="steps per rollout",
+    )
+    learner.add_argument(
+        "--num_learner_threads",
+        "--num_threads",
+        type=int_at_least(1),
+        help="threads that assemble batches; one at a time computes the gradient step. "
+        "Default: 2, but 1 with MonoBeast's --serial",
+    )
+    learner.add_argument(
+        "--learner_cores",
+        type=int_at_least(1),
+        metavar="N",
+        help="CPU cores that a gradient step uses. Default: all for --model "
+        "deep, else half; 1 with MonoBeast's --serial",
+    )
+    learner.add_argument(
+        "--disable_cuda", action="store_true", help="learn on the CPU even with a GPU"
+    )
+    learner.add_argument(
+        "--model",
+        choices=["auto", "deep", "shallow", "small", "mlp"],
+        default="auto",
+        help="deep: the IMPALA paper's residual network. shallow: three convolutions. "
+        "small: one, for pictures of less than 36 pixels a side. mlp: any small "
+        "observation. auto: shallow or small for pictures, else mlp",
+    )
+    learner.add_argument(
+        "--use_lstm", action="store_true", help="add a recurrent core to the network"
+    )
+    learner.add_argument(
+        "--precision",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="number format in which the network's torso computes. bfloat16 is about "
+        "1.5 times as fast on CPUs that support it (AVX512-BF16, AMX); weights, "
+        "losses, LSTM and optimizer stay float32",
+    )
+    learner.add_argument(
+        "--cuda_graphs",
+        action="store_true",
+        help="record the network's GPU operations once and replay them, which saves "
+        "the time in which Python launches them: for inference (PolyBeast), and for "
+        "the gradient unless --use_lstm. Not for networks whose Python code depends on "
+        "the values of tensors",
+    )
+
+
+def add_loss_flags(parser: argparse.ArgumentParser) -> None:
+    loss = parser.add_argument_group("loss (sums over T and B)")
+    loss.add_argument(
+        "--max_policy_lag",
+        type=int_at_least(0),
+        metavar="UPDATES",
+        help="skip and count rollouts if the weights that chose their first action are "
+        "more than this many updates old; the log's policy_lag_max shows the largest "
+        "lag. Default: learn from all rollouts, since V-trace corrects for the lag",
+    )
+    loss.add_argument(
+        "--entropy_cost",
+        type=number(0),
+        default=0.01,
+        help="weight of the entropy bonus",
+    )
+    loss.add_argument(
+        "--baseline_cost",
+        type=number(0),
+        default=0.5,
+        help="weight of the baseline loss, which is half the squared error",
+    )
+    loss.add_argument(
+        "--discounting", type=number(0, 1), default=0.99, help="discount per step"
+    )
+    loss.add_argument(
+        "--reward_clipping",
+        choices=["abs_one", "none"],
+        default="abs_one",
+        help="clip rewards to [-1, 1] in the loss and in the network's input",
+    )
+
+
+def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
+    optimizer = parser.add_argument_group("optimizer (RMSProp)")
+    optimizer.add_argument(
+        "--learning_rate",
+        type=number(0),
+        default=0.0006,
+        help="learning rate at the start; it falls linearly to 0 over --total_steps",
+    )
+    optimizer.add_argument(
+        "--alpha", type=number(0, 1), default=0.99, help="RMSProp smoothing constant"
+    )
+    optimizer.add_argument(
+        "--momentum", type=number(0, 1), default=0.0, help="RMSProp momentum"
+    )
+    optimizer.add_argument(
+        "--epsilon",
+        type=number(1e-10),  # At 0 a gradient of 0 would make a weight NaN.
+        default=0.01,
+        help="RMSProp epsilon, added outside the square root",
+    )
+    optimizer.add_argument(
+        "--grad_norm_clipping",
+        type=number(0),
+        default=40.0,
+        help="largest global gradient norm; 0 turns clipping off",
+    )
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse the command line of a trainer.
+
+    In the test modes, the flags of the network and of the environment default to those
+    in the run's meta.json. `env` is None if the servers at --server_addresses decide.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    flags = parser.parse_args(argv)
+    if flags.mode == "train":
+        if getattr(flags, "server_addresses", None) is None:
+            flags.env = flags.env or ENV
+        return flags
+    from core.running import (
+        folder,  # Needs packages that environment servers do without.
+    )
+
+    try:
+        run_dir = run_dir_to_test(flags)
+    except ValueError as error:
+        parser.error(str(error))
+    if not (run_dir / "meta.json").is_file():
+        parser.error(
+            f"--mode is {flags.mode} but {run_dir} holds no run. Name one that has "
+            "been trained with --xpid and --savedir."
+        )
+    meta = folder.read_meta(run_dir)
+    trained = meta["flags"]
+    keep = ("env", "model", "use_lstm", "precision", "reward_clipping")
+    parser.set_defaults(**{key: trained[key] for key in keep if key in trained})
+    if flags.atari_protocol is None:  # If given, it defines all Atari options.
+        # The options of a remote server override the recorded flags. As a command line
+        # each option gets its right type; in front of argv, so that argv overrides it.
+        told = argparse.Namespace(**{**trained, **meta.get("env_options", {})})
+        argv = [*to_argv(told, [k for k in ATARI_FLAGS if hasattr(told, k)]), *argv]
+    flags = parser.parse_args(argv)
+    flags.env = flags.env or ENV
+    return flags
+
+
+def run_dir_to_test(flags: argparse.Namespace) -> Path:
+    """Return the folder of the run that `--mode test` plays.
+
+    Raises:
+      ValueError: --xpid cannot be the name of a run.
+    """
+    xpid = "latest" if flags.xpid is None else expand_xpid(flags, flags.env or ENV)
+    return (Path(flags.savedir).expanduser() / xpid).resolve()
+
+
+def expand_xpid(flags: argparse.Namespace, env: str | None) -> str:
+    """Return --xpid; `{env}` in it is replaced by `env`, unless that is None.
+
+    Raises:
+      ValueError: the result cannot be the name of a run.
+    """
+    xpid = flags.xpid
+    if env is not None:
+        xpid = xpid.replace("{env}", re.sub("[/:]", "-", env))
+    if "/" in xpid or xpid in ("", ".", ".."):
+        raise ValueError(
+            f"--xpid is {xpid!r} but must be a plain folder name inside --savedir. Put "
+            "the path into --savedir."
+        )
+    nbytes = len(os.fsencode(xpid))
+    if nbytes > MAX_NAME_NBYTES:
+        raise ValueError(
+            f"--xpid has {nbytes} bytes but must have at most {MAX_NAME_NBYTES}: it is "
+            "the name of a folder. Choose a shorter one."
+        )
+    if flags.mode == "train" and xpid == "latest":
+        raise ValueError(
+            "--xpid is 'latest', the name of the link to the latest run in --savedir. "
+            "Choose another name."
+        )
+    return xpid
+
+
+def check_atari_flags(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
+) -> None:
+    """Refuse flags for Atari games (exit status 2) if the environment is none."""
+    if is_atari:
+        return
+    for flag in ATARI_FLAGS:
+        value = getattr(flags, flag)
+        if value is not None:
+            parser.error(
+                f"--{flag} is {value} but --env is {flags.env}, which is not an Atari "
+                f"game made by ALE. Leave --{flag} out."
+            )
+
+
+def check_common(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
+) -> None:
+    """Check the flags of both trainers (exit status 2); set defaults that depend."""
+    check_atari_flags(parser, flags, is_atari=is_atari)
+    for key in ("game_return", "game_step"):
+        if key in flags.info_keys:
+            parser.error(
+                f"--info_keys has {key!r}, but rows use this name for the result of a "
+                "full game. Leave it out, or rename it in the environment."
+            )
+    if flags.mode != "train" and flags.init_from is not None:
+        parser.error(
+            f"--init_from is {flags.init_from} but --mode is {flags.mode}: it is for "
+            "training. Name the run to test with --xpid."
+        )
+    if flags.mode == "train":
+        for flag in ("video", "greedy"):
+            if getattr(flags, flag):
+                parser.error(
+                    f"--{flag} is set but --mode is train: it is for testing. Add "
+                    "--mode test, or leave it out."
+                )
+    if flags.mode == "test_render" and flags.video:
+        parser.error(
+            "--video is set but --mode is test_render: games go to a window or to "
+            "files. Use --mode test --video."
+        )
+    if flags.xpid is not None:
+        try:
+            flags.xpid = expand_xpid(flags, flags.env)
+        except ValueError as error:
+            parser.error(str(error))
+    elif flags.mode == "train":
+        flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")
+    B, T = flags.batch_size, flags.unroll_length
+    if flags.total_steps < B * T:
+        parser.error(
+            f"--total_steps is {flags.total_steps} but one batch has --batch_size "
+            f"({B}) x --unroll_length ({T}) = {B * T} steps. Raise --total_steps."
+        )
+    if flags.learner_cores is None:
+        # Acting needs about the other half of the cores.
+        share = 1 if flags.model == "deep" else 2
+        flags.learner_cores = max(1, num_cores() // share)
+    flags.savedir = str(Path(flags.savedir).expanduser())

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How torch uses the machine: threads, memory, the GPU."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from core.nests import Nest, leaves
+from core.running.machine import available_memory
+
+
+def rss_mb() -> float:
+    """Return the resident memory of this process in MB."""
+    return psutil.Process().memory_info().rss / 1e6
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(batch: Nest, net: nn.Module) -> Iterator[None]:
+    """If an update runs out of memory, raise an error that shows all the sizes.
+
+    Args:
+      batch: rollouts as numpy arrays or tensors, [T + 1, B, ...].
+
+    Raises:
+      MemoryError: in place of the error of numpy, of torch on the CPU, or on a GPU.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_torchs = isinstance(error, torch.cuda.OutOfMemoryError) or (
+            "can't allocate memory" in str(error)  # torch's allocator on the CPU.
+        )
+        if not (is_torchs or isinstance(error, MemoryError)):
+            raise
+        rows, num_rollouts = batch["done"].shape
+        batch_mib = sum(x.nbytes for _, x in leaves(batch)) / 2**20
+        net_mib = sum(x.nbytes for x in net.state_dict().values()) / 2**20
+        raise MemoryError(
+            f"no memory for an update of {num_rollouts} rollouts of {rows - 1} steps: "
+            f"the batch has {batch_mib:,.1f} MiB, the network {net_mib:,.1f} MiB, its "
+            "gradient and optimizer state a multiple of that, and its activations "
+            f"take the rest; {available_memory() / 2**20:,.1f} MiB of the "
+            "machine's memory are left. Lower --batch_size or --unroll_length."
+        ) from error
+
+
+def gpu_utilization(net: nn.Module) -> float | None:
+    """Return the share of the last second in which the network's GPU was busy.
+
+    None for a network on the CPU, or if the driver does not tell.
+    """
+    device = next(net.parameters()).device
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # nvidia-ml-py or the driver is missing; the type varies.
+        return None
+
+
+def on_one_core(fn: Callable[..., None], *args: Any) -> None:
+    """Call `fn` with one torch thread: more would compete with the learner."""
+    set_torch_threads(1)
+    fn(*args)
+
+
+def set_torch_threads(cores: int) -> None:
+    """Let torch use `cores` cores in this Python thread only."""
+    # torch fixes a thread's number at its first computation or query, and takes the
+    # number that any thread has set last. The query here fixes it before it is set.
+    torch.get_num_threads()
+    torch.set_num_threads(cores)
+
+
+def set_device(
+    parser: argparse.ArgumentParser,
+    flags: argparse.Namespace,
+    name: str,
+    *,
+    default_gpu: int,
+) -> None:
+    """Check the torch device that --`name` gives, or set its default.
+
+    Args:
+      default_gpu: index of the GPU to use if the flag is not given, or the last GPU if
+        there are fewer GPUs. Without a GPU the default is the CPU.
+    """
+    device = getattr(flags, name)
+    num_gpus = 0 if flags.disable_cuda else torch.cuda.device_count()
+    if device is None:
+        gpu = min(default_gpu, num_gpus - 1)
+        setattr(flags, name, f"cuda:{gpu}" if num_gpus else "cpu")
+        return
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        parser.error(f"--{name} is {device!r}: {error}")
+    if parsed.type == "cuda" and (parsed.index or 0) >= num_gpus:
+        why = " with --disable_cuda" if flags.disable_cuda else ""
+        parser.error(
+            f"--{name} is {device} but torch sees {num_gpus} GPUs{why}. Try --{name} "
+            "cpu, or leave it out."
+        )

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test mode: play full games with a trained policy, report returns, record videos."""
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import json
+import math
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from core.environments.stepping import Environments
+from core.errors import ConfigError
+from core.nests import Nest, map_nest
+from core.running import checkpoint, common_flags
+from core.running.randomness import seed_rng
+from core.running.unit import limit_calls
+
+# (row [1, ...], recurrent state) -> (actions [1, ...], recurrent state).
+Policy = Callable[[Nest, Any], tuple[np.ndarray, Any]]
+
+
+@dataclasses.dataclass
+class Game:
+    """One full game: all lives, up to its end or its time limit."""
+
+    game_return: float  # Sum of unclipped rewards.
+    steps: int  # Agent steps.
+    life_returns: list[float]  # Of its episodes: more than one if lives end episodes.
+
+
+def play(
+    envs: Environments,
+    policy: Policy,
+    state: Any,
+    *,
+    num_games: int,
+    video_dir: Path | None = None,
+) -> Iterator[Game]:
+    """Play `num_games` games one after another; yield each as it ends.
+
+    Args:
+      envs: a single environment. With `video_dir`, its render mode is "rgb_array".
+      state: the recurrent state of a new episode.
+      video_dir: the folder for `game-000.mp4`...; created if missing.
+    """
+    assert len(envs.envs) == 1, len(envs.envs)
+    row = map_nest(lambda s: np.zeros((1, *s.shape), s.dtype), envs.row_spec)
+    envs.reset(row)
+    for number in range(num_games):
+        lives: list[float] = []
+        with contextlib.ExitStack() as stack:
+            add_frame = None
+            if video_dir is not None:
+                path = video_dir / f"game-{number:03d}.mp4"
+                add_frame = stack.enter_context(_video(path, envs.envs[0]))
+            while True:
+                if add_frame is not None:
+                    add_frame(np.asarray(envs.render()))
+                actions, state = policy(row, state)
+                envs.step(actions, row)
+                ended = not math.isnan(row["info"]["game_return"][0])
+                if row["truncated"][0] or row["done"][0]:
+                    lives.append(float(row["episode_return"][0]))
+                if ended:
+                    break
+        info = row["info"]
+        yield Game(float(info["game_return"][0]), int(info["game_step"][0]), lives)
+        if row["truncated"][0]:  # The next step executes no action; it resets.
+            actions, state = policy(row, state)
+            envs.step(actions, row)
+
+
+@contextlib.contextmanager
+def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
+    """Open an mp4 file; yield the function that adds a frame, uint8 [H, W, 3]."""
+    import imageio.v2 as imageio  # Here, because training does not need it.
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fps = float(env.metadata.get("render_fps") or 30)
+    # H.264 needs even sides. imageio's default of 16 would stretch Atari's frames.
+    writer = imageio.get_writer(path, fps=fps, macro_block_size=2)
+    try:
+        yield writer.append_data
+    finally:
+        writer.close()
+        print(f"Wrote {path}", flush=True)
+
+
+def report(
+    games: Iterator[Game], run_dir: Path, *, step: int, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Print each game as it ends, then mean, standard error, minimum and maximum.
+
+    Each game is also a row of `run_dir/test-<time>.csv`. The last printed line is one
+    JSON object with `episodes`, `mean_return`, `stderr` and more.
+
+    Args:
+      step: the step of the checkpoint.
+      settings: additional entries of the JSON object, such as the seed.
+    """
+    path = run_dir / time.strftime("test-%Y%m%d-%H%M%S.csv")
+    played: list[Game] = []
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["game", "return", "steps", "episodes", "mean_life_return"])
+        for game in games:
+            played.append(game)
+            per_life = statistics.fmean(game.life_returns)
+            table.writerow(
+                [
+                    len(played) - 1,
+                    game.game_return,
+                    game.steps,
+                    len(game.life_returns),
+                    per_life,
+                ]
+            )
+            file.flush()
+            print(
+                f"Game {len(played)}: return {game.game_return:g} in {game.steps} "
+                f"steps, {len(game.life_returns)} episode(s) of mean return "
+                f"{per_life:g}",
+                flush=True,
+            )
+    returns = [game.game_return for game in played]
+    lives = [r for game in played for r in game.life_returns]
+    spread = statistics.stdev(returns) if len(returns) > 1 else 0.0
+    result = {
+        "episodes": len(returns),
+        "mean_return": statistics.fmean(returns),
+        "stderr": spread / math.sqrt(len(returns)),
+        "min": min(returns),
+        "max": max(returns),
+        "mean_life_return": statistics.fmean(lives),
+        "mean_steps": statistics.fmean(game.steps for game in played),
+        "step": step,
+        "csv": str(path),
+        **settings,
+    }
+    print(
+        f"{result['episodes']} full games: mean return {result['mean_return']:.2f} +- "
+        f"{result['stderr']:.2f} (standard error), min {result['min']:g}, max "
+        f"{result['max']:g}; per life {result['mean_life_return']:.2f}"
+    )
+    print(json.dumps(result))
+    return result
+
+
+def test_run(
+    flags: argparse.Namespace,
+    *,
+    create_envs: Callable[..., Environments],
+    create_net: Callable[[gym.Space, gym.Space], Any],
+    policy: Callable[[Any], Policy],
+) -> None:
+    """Play `--num_episodes` full games with a run's newest checkpoint; report them.
+
+    Args:
+      create_envs: creates one environment, given `render_mode` and other arguments of
+        `Environments`.
+      create_net: creates the network, given the observation and the action space.
+      policy: turns a network into a policy.
+
+    Raises:
+      ConfigError: there is no checkpoint, or the environment cannot be created.
+    """
+    run_dir = common_flags.run_dir_to_test(flags)
+    found = checkpoint.load(run_dir / "checkpoints")
+    if found is None:
+        raise ConfigError(f"{run_dir} holds no checkpoint yet. Train a little longer.")
+    render_mode = None
+    if flags.mode == "test_render":
+        render_mode = "human"
+    elif flags.video:
+        render_mode = "rgb_array"
+    seed = flags.seed if flags.seed is not None else secrets.randbelow(2**31)
+    seed_rng(seed)
+    limit = limit_calls(flags.env_step_timeout_s, at_terminal=False)
+    with limit as clock, contextlib.ExitStack() as stack:
+        try:
+            envs = create_envs(
+                render_mode=render_mode, seed=seed, seed_every_game=True, clock=clock
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        stack.enter_context(contextlib.closing(envs))
+        net = create_net(envs.observation_space, envs.action_space)
+        net.load_state_dict(checkpoint.weights_for(net, found))
+        print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")
+        games = play(
+            envs,
+            policy(net),
+            net.initial_state(1),
+            num_games=flags.num_episodes,
+            video_dir=run_dir / "video" if flags.video else None,
+        )
+        report(
+            games,
+            run_dir,
+            step=found.step,
+            settings={"env": flags.env, "greedy": flags.greedy, "seed": seed},
+        )

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: made, locked, described in meta.json.
+
+    <savedir>/latest -> <xpid>
+    <savedir>/<xpid>/
+        meta.json      flags, commit, versions, host; one entry for each start
+        logs.csv       one row per --log_interval_s; fields.csv explains the columns
+        out.log        what the terminal showed
+        tensorboard/   the rows of logs.csv again, as events
+        checkpoints/   the last three good ones
+        .lock          held by the process that trains
+
+Two processes never train in one folder: see `prepare_run_dir`.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from core.errors import ConfigError
+from core.running.atomic import sweep, write_atomically
+
+log = logging.getLogger(__name__)
+
+
+class RunDirBusy(ConfigError):
+    """Another process is training in this run's folder."""
+
+
+def prepare_run_dir(savedir: Path, xpid: str) -> Path:
+    """Create `savedir/xpid`, take its locks, and point `savedir/latest` to it.
+
+    One lock is in the folder. The other one is beside it, in `savedir/.locks`, and
+    remains if the folder is deleted. The kernel releases both when this process ends.
+    They are POSIX record locks, which child processes do not inherit: an actor that
+    outlives its parent for a moment does not hold them. The same process may prepare a
+    folder twice.
+
+    Raises:
+      RunDirBusy: another process holds a lock.
+    """
+    run_dir = (savedir.expanduser() / xpid).resolve()
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    _lock_name(run_dir)
+    run_dir.mkdir(exist_ok=True)
+    lock_folder(run_dir)
+    sweep(run_dir)
+    sweep(run_dir / "checkpoints")
+    for left in run_dir.parent.glob(
+        ".latest.tmp-*"
+    ):  # Other runs may be writing theirs.
+        pid = left.name.rpartition("-")[2]
+        if not (pid.isdecimal() and psutil.pid_exists(int(pid))):
+            left.unlink(missing_ok=True)
+    if run_dir.name != "latest":
+        link = run_dir.with_name("latest")
+        temporary = run_dir.with_name(f".latest.tmp-{os.getpid()}")
+        try:
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(run_dir.name)
+            os.replace(temporary, link)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            log.warning("Cannot make %s point to %s: %s", link, run_dir.name, error)
+    return run_dir
+
+
+def _lock_name(run_dir: Path) -> None:
+    """Lock one byte of `savedir/.locks`, whose position is a hash of the run's name."""
+    byte = int.from_bytes(hashlib.sha256(os.fsencode(run_dir.name)).digest()[:7], "big")
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:  # The file stays open, as in `lock_folder`.
+        fd = os.open(run_dir.parent / ".locks", flags, 0o666)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except BlockingIOError:
+        raise RunDirBusy(_busy(run_dir)) from None
+    except OSError:  # Another user's --savedir, or a file system without locks.
+        pass
+
+
+def _busy(run_dir: Path) -> str:
+    owner = ""
+    with contextlib.suppress(OSError):  # It was deleted.
+        owner = (run_dir / ".lock").read_text(errors="replace")
+    return (
+        f"{run_dir} is in use by {owner or 'another process'}. Stop that run first, or "
+        "choose another --xpid."
+    )
+
+
+def lock_folder(run_dir: Path) -> None:
+    """Lock `run_dir/.lock`; write into it which process holds the lock.
+
+    Raises:
+      RunDirBusy: another process holds the lock.
+    """
+    path = run_dir / ".lock"
+    # The file stays open: closing any descriptor of it would release the lock.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(fd)
+        raise RunDirBusy(_busy(run_dir)) from None
+    except OSError as error:
+        # Some cluster file systems have no locks. Then the user must take care that a
+        # folder has one run.
+        log.warning("Cannot lock %s: %s", path, error)
+    with contextlib.suppress(OSError):  # Only the message of RunDirBusy needs it.
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def write_meta(
+    run_dir: Path, *, flags: Mapping[str, Any], extra: Mapping[str, Any]
+) -> None:
+    """Write meta.json: what ran, where, from which code; no environment variables.
+
+    Each start or resume of the run adds an entry to `starts`. All other entries
+    describe the latest start.
+
+    Args:
+      flags: every flag and its value.
+      extra: more entries; `step` is the step at which this start begins.
+    """
+    starts = read_meta(run_dir)["starts"] if (run_dir / "meta.json").exists() else []
+    now = datetime.datetime.now(datetime.timezone.utc)
+    meta = {
+        "flags": dict(flags),
+        **extra,
+        **_describe_code(),
+        "versions": _versions(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        # As typed, except that python is without its path.
+        "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
+    }
+    start = {"time": now.isoformat(timespec="seconds"), "step": extra.get("step", 0)}
+    start |= {key: meta[key] for key in ("commit", "dirty", "host", "command")}
+    meta["starts"] = [*starts, start]
+    text = json.dumps(meta, indent=2, default=str)
+    write_atomically(run_dir / "meta.json", text.encode() + b"\n")
+
+
+def run_id(recorded: Mapping[str, Any], run_dir: Path) -> str:
+    """Return the random id of a run: the one in its meta.json, or a new one.
+
+    Environment servers use this id to recognize a run that connects again; another run
+    may have the same --xpid. The id ends with the folder's device and inode number,
+    because a copy of the folder is another run: two learners with the same id would
+    take the servers' places from each other for ever.
+    """
+    found = run_dir.stat()
+    folder = f"-{found.st_dev:x}-{found.st_ino:x}"
+    known = recorded.get("run_id", "")
+    return known if known.endswith(folder) else secrets.token_hex(8) + folder
+
+
+def read_meta(run_dir: Path) -> dict[str, Any]:
+    """Return what `write_meta` wrote.
+
+    Raises:
+      ConfigError: meta.json is missing or damaged.
+    """
+    path = run_dir / "meta.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(meta, dict) or not {"flags", "starts"} <= meta.keys():
+            raise ValueError("it has no flags or no starts")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read {path}, written at the start of every run: {error}"
+        ) from error
+    return meta
+
+
+def recorded_meta(run_dir: Path) -> dict[str, Any]:
+    """Return what `write_meta` wrote, or {} in a new run."""
+    return read_meta(run_dir) if (run_dir / "meta.json").exists() else {}
+
+
+def _describe_code() -> dict[str, Any]:
+    """Return the commit this file belongs to, None outside a checkout."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", *args],
+            cwd=Path(__file__).parent,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
+
+    try:
+        # Not the commit of another project, in whose checkout this is installed.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            # Whether tracked files have changes that are not committed.
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+
+
+def _versions() -> dict[str, str | None]:
+    distributions = {
+        d.name.lower(): d.version for d in importlib.metadata.distributions()
+    }
+    names = ("torch", "gymnasium", "ale-py", "numpy", "opencv-python-headless")
+    return {"python": platform.python_version()} | {
+        n: distributions.get(n) for n in names
+    }

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A log file that cannot stop the run, even if its disk is full, away, or hangs.
+
+By hand, since a run must survive a disk that hangs: the handlers of `logging` write in
+the thread that logs, and TensorBoard's writer has a thread that ends at a full disk.
+"""
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+# Limit of the data that waits in memory while the disk refuses it. A row has about 300
+# bytes, so this holds days of rows. Beyond it rows are dropped, and counted.
+MAX_WAITING_BYTES = 16 << 20
+PATIENCE_S = 0.2  # A disk that needs longer for one row counts as hanging.
+CLOSE_S = 2.0  # How long the end of the run waits for the disk.
+
+
+class LogFile:
+    """Appends to a file; data that the disk refuses waits in memory for the next write.
+
+    After `start`, a separate thread writes: if the disk hangs (a network file system
+    that is away, a pipe that nobody reads), only this thread waits. There is no buffer:
+    `write` returns when the data is in the file, so that it survives the death of this
+    process, or after PATIENCE_S. Thread-safe.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._fd = self._open()
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        # Guarded by _changed:
+        self.error: OSError | None = None  # The error of the latest write.
+        self.lost = 0  # Writes dropped because MAX_WAITING_BYTES were waiting.
+        self._waiting = b""
+        self._asked = self._answered = 0  # Numbers of the latest writes.
+        self._closing = False
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        return os.open(self.path, flags, 0o644)
+
+    def is_gone(self) -> bool:
+        """Return whether the file was deleted or replaced."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return True
+        except OSError:  # The file is closed, or the disk is away.
+            return False
+
+    def reopen(self) -> None:
+        """Continue in a new file of the same name."""
+        fd = self._open()
+        os.dup2(fd, self._fd, inheritable=False)  # The thread may be writing.
+        os.close(fd)
+
+    def start(self) -> None:
+        """Write in a separate thread from now on. A second call does nothing."""
+        if self._thread is None and not self._closing:
+            self._thread = threading.Thread(
+                target=self._run, name=f"write {self.path.name}", daemon=True
+            )
+            self._thread.start()
+
+    def write(self, data: bytes, patience_s: float = PATIENCE_S) -> None:
+        """Write data, or keep it for the next write; `error` says which."""
+        with self._changed:
+            if len(self._waiting) < MAX_WAITING_BYTES:
+                self._waiting += data
+            else:
+                self.lost += 1
+            if self._thread is None:
+                self._waiting, self.error = self._try(self._waiting)
+                return
+            self._asked += 1
+            number = self._asked
+            self._changed.notify_all()
+            if isinstance(self.error, TimeoutError):
+                return  # The disk hangs already: do not wait again for each row.
+            if not self._changed.wait_for(lambda: self._answered >= number, patience_s):
+                self.error = TimeoutError(f"no answer for {patience_s:g} s")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closing or self._asked > self._answered
+                )
+                if self._asked == self._answered:
+                    return
+                number = self._asked
+                data, self._waiting = self._waiting, b""
+            rest, error = self._try(data)
+            with self._changed:
+                self._waiting = rest + self._waiting
+                self.error, self._answered = error, number
+                self._changed.notify_all()
+
+    def _try(self, data: bytes) -> tuple[bytes, OSError | None]:
+        """Write; return the data that is left, and the error that is the reason."""
+        try:
+            while data:
+                # A write may be partial: the disk can fill up in the middle of a row.
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            return data, error
+        return b"", None
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        if isinstance(self.error, TimeoutError):
+            self.error = None  # Try a last time.
+        self.write(b"", CLOSE_S)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if isinstance(self.error, TimeoutError):
+            return  # The thread still uses the file. It ends with this process.
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            os.close(self._fd)
+        except OSError as error:  # NFS may report a full disk only now.
+            self.error = error
+
+
+def report_lost(file: LogFile) -> None:
+    """Warn about data that a closed file lacks."""
+    if file.error:
+        log.warning("The end of %s is lost: %s", file.path, file.error)
+    if file.lost:
+        log.warning("%s lacks %d rows or lines", file.path, file.lost)

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RunLog`: writes each row to logs.csv, TensorBoard and, if asked, Weights & Biases.
+
+A disk that is full, away, or hangs never stops training: rows that cannot be written
+wait in memory and are written with a later row, and one warning says so. A resumed run
+drops the rows that are newer than its checkpoint, so that no step is logged twice.
+"""
+
+import csv
+import io
+import logging
+import math
+import numbers
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from core.algorithm.counters import Field, as_number
+from core.errors import ConfigError
+from core.running.atomic import write_atomically
+from core.running.columns import FIELDS, info_field
+from core.running.folder import lock_folder
+from core.running.log_file import LogFile, report_lost
+from core.running.log_setup import FileHandler
+
+log = logging.getLogger(__name__)
+
+
+class RunLog:
+    """Writes log rows to logs.csv, to TensorBoard and, if asked, to Weights & Biases.
+
+    If files were deleted since the last row, `log` creates them again, with meta.json
+    and the lock. A context manager; only one thread may use it. The threads that write
+    the files, out.log included, and W&B's threads start with the first row: by then the
+    actors have been forked.
+
+    Args:
+      run_dir: the run's folder, which exists.
+      info_keys: the names of --info_keys; each has a column `info_<key>`.
+      resume_step: the step of the checkpoint that a resumed run starts from; newer rows
+        and events are dropped. None for a run that starts at step 0; an old logs.csv is
+        kept as logs.<n>.csv.
+      wandb: also log to Weights & Biases; the folder's name is the id of the run there.
+      config: the flags, for Weights & Biases.
+
+    A resumed run keeps all columns that logs.csv already has, also those that it does
+    not write itself (another version, other info keys). A row with a new name adds a
+    column.
+
+    Raises:
+      ConfigError: wandb is requested but not installed.
+      OSError: the folder is not writable now. Later this is only a warning.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        info_keys: Sequence[str] = (),
+        resume_step: int | None = None,
+        wandb: bool = False,
+        config: Mapping[str, Any] | None = None,
+    ):
+        distinct = len(set(info_keys)) == len(info_keys)
+        if not distinct or re.search('[\n\r",]', "".join(info_keys)):
+            raise ValueError(
+                "info keys must differ and be free of commas, quotes and line breaks, "
+                f"got {list(info_keys)}"
+            )
+        self.failed_writes = 0  # Rows that the disk did not take at once.
+        self._run_dir = run_dir
+        self._warned = False
+        self._wandb: ModuleType | None = _import_wandb() if wandb else None
+        self._wandb_run: Any = None
+        self._config = dict(config or {})
+
+        fields = {field.name: field for field in (*FIELDS, *map(info_field, info_keys))}
+        if resume_step is not None:
+            fields = {**fields, **_read_glossary(run_dir), **fields}
+        self._fields: dict[str, Field] = {}
+        self._refused: set[str] = set()  # Columns that could not be added.
+        self._csv = self._open_csv(fields, resume_step)
+        meta = run_dir / "meta.json"
+        self._meta = meta.read_text(encoding="utf-8") if meta.exists() else None
+        self._events = _EventFile(run_dir / "tensorboard", resume_step=resume_step)
+        self._out_logs = [
+            handler.file
+            for handler in logging.getLogger().handlers
+            if isinstance(handler, FileHandler)
+        ]
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self._fields)
+
+    @property
+    def _files(self) -> tuple[LogFile, LogFile]:
+        return self._csv, self._events.file
+
+    def _open_csv(
+        self, fields: Mapping[str, Field], resume_step: float | None
+    ) -> LogFile:
+        """Write fields.csv and the header of logs.csv; open logs.csv."""
+        self._write_header(fields, resume_step)
+        file = LogFile(self._run_dir / "logs.csv")
+        self._fields = dict(fields)
+        return file
+
+    def _write_header(
+        self, fields: Mapping[str, Field], resume_step: float | None
+    ) -> None:
+        glossary = io.StringIO()
+        lines = [Field._fields, *fields.values()]
+        csv.writer(glossary, lineterminator="\n").writerows(lines)
+        write_atomically(self._run_dir / "fields.csv", glossary.getvalue().encode())
+        _prepare_csv(self._run_dir / "logs.csv", tuple(fields), resume_step)
+
+    def _replace_deleted(self, step: int) -> None:
+        """Create deleted files again, for a run that is now at `step`.
+
+        Raises:
+          RunDirBusy: another run uses the folder now.
+        """
+        meta, lock = self._run_dir / "meta.json", self._run_dir / ".lock"
+        files = (*self._files, *self._out_logs)
+        others = [meta] * (self._meta is not None and not meta.exists())
+        gone = [file.path for file in files if file.is_gone()] + others
+        if not gone:
+            return
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            if not lock.exists():
+                lock_folder(self._run_dir)
+            if self._meta is not None:
+                write_atomically(meta, self._meta.encode())
+            if self._csv.is_gone():
+                self._write_header(self._fields, math.inf)
+                self._csv.reopen()
+            if self._events.file.is_gone():
+                self._events.begin_anew(step)
+            for file in self._out_logs:
+                if file.is_gone():
+                    file.reopen()
+        except OSError as error:  # The next row tries again.
+            log.warning("%s was deleted; cannot create it again: %s", gone[0], error)
+            return
+        log.warning(
+            "Deleted during the run, and created again without the old contents: %s. "
+            "Checkpoints will be in %s as before.",
+            ", ".join(map(str, gone)),
+            self._run_dir,
+        )
+
+    def _add_columns(self, fields: Mapping[str, Field]) -> None:
+        """Add columns to logs.csv.
+
+        If the disk prevents this, TensorBoard alone gets their values.
+        """
+        if self._csv.error:
+            return  # Rows wait in memory. The next row tries again.
+        old = self._csv
+        try:
+            self._csv = self._open_csv({**self._fields, **fields}, math.inf)
+        except OSError as error:
+            self._refused |= fields.keys()
+            log.warning("logs.csv has no column %s: %s", ", ".join(fields), error)
+        else:
+            old.close()
+
+    def log(self, row: Mapping[Any, float | int | None]) -> None:
+        """Write one row. A missing value, None and NaN become blank cells.
+
+        Args:
+          row: numbers by column. A key is the name of a column, or a `Field`, which
+            also explains a new column in fields.csv. A new name adds a column.
+
+        Raises:
+          ConfigError: a value is not a number.
+        """
+        new: dict[str, Field] = {}
+        values: dict[str, float | int] = {}
+        for key, value in row.items():
+            field = key if isinstance(key, Field) else Field(key, "-", "-")
+            name = re.sub('[\n\r",]', " ", field.name)
+            if name not in self._fields and name not in self._refused:
+                new[name] = field._replace(name=name)
+            if (number := _cell(name, value)) is not None:
+                values[name] = number
+        if new:
+            self._add_columns(new)
+        step = int(values["step"])
+        self._replace_deleted(step)
+        for file in (*self._files, *self._out_logs):
+            file.start()
+        cells = (_format(values.get(column)) for column in self._fields)
+        self._csv.write((",".join(cells) + "\n").encode())
+        self._events.add(step, values)
+        self._report_errors()
+        if self._wandb is not None:
+            self._log_to_wandb(values, step)
+
+    def _log_to_wandb(self, values: Mapping[str, float], step: int) -> None:
+        assert self._wandb is not None
+        try:
+            if self._wandb_run is None:
+                self._wandb_run = _init_wandb(self._wandb, self._run_dir, self._config)
+            # W&B ignores the steps that it has seen before the run was resumed.
+            self._wandb_run.log(values, step=step)
+        except Exception as error:  # A failing service must not stop the run.
+            log.warning("Weights & Biases failed, and gets no more rows: %s", error)
+            self._wandb = self._wandb_run = None
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+            report_lost(file)
+        if self._wandb_run is not None:
+            self._wandb_run.finish()
+            self._wandb_run = None
+
+    def _report_errors(self) -> None:
+        """Warn once when the disk fails, and log once when it works again."""
+        files = (*self._files, *self._out_logs)
+        failed = [file for file in files if file.error]
+        self.failed_writes += bool(failed)
+        if failed and not self._warned:
+            log.warning(
+                "Cannot write to %s (%s). Training goes on; rows wait in memory.",
+                failed[0].path,
+                failed[0].error,
+            )
+        elif self._warned and not failed:
+            log.info(
+                "Writing to %s works again. Rows that waited: %d, rows lost: %d.",
+                self._run_dir,
+                self.failed_writes,
+                max(file.lost for file in files),
+            )
+        self._warned = bool(failed)
+
+
+def _cell(column: str, value: Any) -> float | int | None:
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return as_number(column, value)
+
+
+def _format(value: float | int | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.8g}"
+
+
+def _read_glossary(run_dir: Path) -> dict[str, Field]:
+    """Return the columns in fields.csv; {} if the file is missing or damaged."""
+    try:
+        with open(run_dir / "fields.csv", encoding="utf-8", newline="") as file:
+            return {row["name"]: Field(**row) for row in csv.DictReader(file)}
+    except (OSError, ValueError, TypeError, KeyError, csv.Error):
+        return {}
+
+
+def _prepare_csv(path: Path, columns: Sequence[str], resume_step: float | None) -> None:
+    """Reduce logs.csv to a header and the complete rows up to `resume_step`."""
+    old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    header, *lines = old.split("\n")[:-1] or [""]  # After the last \n: torn.
+    old_columns = header.split(",")
+    keep = [",".join(columns)]
+    dropped = 0
+    for line in lines:
+        cells = dict(zip(old_columns, line.split(","), strict=False))
+        whole = line.count(",") == header.count(",")
+        if not whole or not cells.get("step", "").isdecimal():
+            dropped += 1  # A power failure can leave zeros in the middle.
+        elif resume_step is not None and int(cells["step"]) <= resume_step:
+            keep.append(",".join(cells.get(column, "") for column in columns))
+    new = "\n".join(keep) + "\n"
+    if new == old:
+        return
+    if lines and (resume_step is None or not {*old_columns} <= {*columns}):
+        kept = next(
+            kept
+            for n in range(1, 10_000)
+            if not (kept := path.with_name(f"{path.stem}.{n}.csv")).exists()
+        )
+        shutil.copyfile(path, kept)
+        log.info("Kept the old %s as %s", path.name, kept.name)
+    if dropped:
+        log.warning("%s: left out %d damaged rows", path, dropped)
+    write_atomically(path, new.encode())
+
+
+class _EventFile:
+    """Writes TensorBoard events, one per row.
+
+    torch's SummaryWriter does not suit: its thread exists from the start, though actors
+    may be forked only from a process with one thread, and a full disk ends it.
+
+    Args:
+      folder: the folder for TensorBoard; each start of the run adds a file.
+      resume_step: TensorBoard drops the events of earlier starts after this step, or
+        all of them if None.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int | None):
+        # Here, because it takes half a second, and playing a game needs no events.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(exist_ok=True)
+        # TensorBoard reads the files in the order of their names.
+        starts = len(list(folder.glob("events.out.tfevents.*")))
+        name = f"{int(time.time()):010d}.{starts:04d}.{socket.gethostname()}"
+        self.file = LogFile(folder / f"events.out.tfevents.{name}")
+        self._records = RecordWriter(self.file)
+        self._session = SessionLog(status=SessionLog.START)
+        self._begin(0 if resume_step is None else resume_step + 1)
+
+    def _begin(self, purge_step: int) -> None:
+        self._write(self._event(file_version="brain.Event:2"))
+        self._write(self._event(session_log=self._session, step=purge_step))
+
+    def begin_anew(self, step: int) -> None:
+        """Continue in a new file after the old one was deleted."""
+        self.file.path.parent.mkdir(exist_ok=True)
+        self.file.reopen()
+        self._begin(step)
+
+    def add(self, step: int, row: Mapping[str, float | int]) -> None:
+        values = [
+            self._summary.Value(tag=f"train/{key}", simple_value=value)
+            for key, value in row.items()
+            if key != "step"
+        ]
+        self._write(self._event(step=step, summary=self._summary(value=values)))
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+
+
+def _import_wandb() -> ModuleType:
+    try:
+        import wandb
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "--wandb is set but the package is not installed. Run `pip install wandb`, "
+            "or leave --wandb out."
+        ) from None
+    return wandb
+
+
+def _init_wandb(wandb: ModuleType, run_dir: Path, config: dict[str, Any]) -> Any:
+    return wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "torchbeast"),
+        id=re.sub(r"[/\\#?%:]", "-", run_dir.name),  # W&B refuses these.
+        name=run_dir.name,
+        dir=str(run_dir),
+        config=config,
+        resume="allow",
+    )

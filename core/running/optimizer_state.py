@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and restore the state of optimizers, by the names of the parameters."""
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from core.running.checkpoint import (
+    CheckpointMismatch,
+    equal_values,
+    join_differences,
+    one_line,
+)
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    fresh: Sequence[Mapping[str, Any]] = (),
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return any torch optimizer's state as flat named tensors and JSON.
+
+    The same content as `optimizer.state_dict()`, but without pickle, and with
+    parameters by name. Options that are functions are left out. Attributes of the
+    optimizer object itself are not part of it. Tensors are named `<parameter>/<key>`;
+    they are not copied.
+
+    Args:
+      fresh: the `group_options` of this optimizer when it was new. An option that
+        differs from them, other than `lr`, has been changed by training, as a counter
+        is, and `restore_optimizer` restores it. All other options are configuration;
+        without `fresh`, all options are.
+
+    Raises:
+      ValueError: the optimizer has parameters that are not the model's, or state that
+        neither tensors nor JSON can express.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def encode(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value.detach()
+            return {"tensor": name}
+        if isinstance(value, tuple):  # Adam's betas. JSON has only lists.
+            return {"tuple": encode(name, list(value))}
+        if isinstance(value, list):
+            return [encode(f"{name}/{i}", item) for i, item in enumerate(value)]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise ValueError(
+            f"optimizer state {name} is a {type(value).__name__}; a checkpoint can "
+            "hold tensors, numbers, strings, None, and lists or tuples of these"
+        )
+
+    groups, state = [], {}
+    parameters = dict(model.named_parameters())
+    for i, (group, names) in enumerate(
+        zip(optimizer.param_groups, _parameter_names(optimizer, model))
+    ):
+        options = {
+            key: encode(f"group {i}/{key}", value)
+            for key, value in group.items()
+            if key != "params" and not callable(value)
+        }
+        before = fresh[i] if i < len(fresh) else group
+        changed = [
+            key
+            for key in options
+            if key != "lr"
+            if key not in before or not equal_values(group[key], before[key])
+        ]
+        groups.append({"params": names, "options": options, "changed": changed})
+        for name in names:
+            if parameters[name] in optimizer.state:
+                state[name] = {
+                    key: encode(f"{name}/{key}", value)
+                    for key, value in optimizer.state[parameters[name]].items()
+                }
+    return tensors, {
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "state": state,
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    tensors: dict[str, torch.Tensor],
+    state: dict[str, Any],
+) -> list[str]:
+    """Bring back what `optimizer_state` returned; further updates are bit-equal.
+
+    `tensors` are copied. The options of the groups (learning rate, momentum, ...) are
+    not restored, unless training has changed them: see `optimizer_state`.
+
+    Returns:
+      One line for each option that differs from the checkpoint's, except `lr`, which
+      changes with each update.
+
+    Raises:
+      CheckpointMismatch: the state is of another kind of optimizer or of other
+        parameters.
+    """
+    if state["class"] != type(optimizer).__name__:
+        raise CheckpointMismatch(
+            f"optimizer: file {state['class']}, this run {type(optimizer).__name__}"
+        )
+    ours = _parameter_names(optimizer, model)
+    theirs = [group["params"] for group in state["groups"]]
+    if ours != theirs:
+        raise CheckpointMismatch(one_line(_group_differences(ours, theirs)))
+
+    def decode(value: Any) -> Any:
+        match value:
+            case {"tensor": name}:
+                if name not in tensors:
+                    raise CheckpointMismatch(f"optimizer: missing {name}")
+                return tensors[name].clone()
+            case {"tuple": items}:
+                return tuple(decode(items))
+            case list():
+                return [decode(item) for item in value]
+        return value
+
+    saved = [
+        {key: decode(value) for key, value in group["options"].items()}
+        for group in state["groups"]
+    ]
+    # Older checkpoints have no "changed".
+    changed = [
+        {key: options[key] for key in group.get("changed", ())}
+        for group, options in zip(state["groups"], saved)
+    ]
+    # torch numbers the parameters of all groups consecutively.
+    index = {name: i for i, name in enumerate(itertools.chain(*ours))}
+    optimizer.load_state_dict(
+        {
+            "state": {
+                index[name]: {key: decode(value) for key, value in entries.items()}
+                for name, entries in state["state"].items()
+            },
+            "param_groups": [
+                {**group, **options, "params": [index[name] for name in names]}
+                for group, options, names in zip(optimizer.param_groups, changed, ours)
+            ],
+        }
+    )
+    if isinstance(optimizer, torch.optim.RMSprop):
+        for group in optimizer.param_groups:
+            for entries in map(optimizer.state.get, group["params"]):
+                if group["momentum"] and entries:  # The momentum was 0 when saved.
+                    zeros = torch.zeros_like(entries["square_avg"])
+                    entries.setdefault("momentum_buffer", zeros)
+    return [
+        f"group {i}: {key} was {old} and is now {group[key]}"
+        for i, (group, options) in enumerate(zip(optimizer.param_groups, saved))
+        for key, old in options.items()
+        if key in group and key != "lr" and not equal_values(group[key], old)
+    ]
+
+
+def _parameter_names(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module
+) -> list[list[str]]:
+    """Return the model's names of the optimizer's parameters, a list per group."""
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    groups = [group["params"] for group in optimizer.param_groups]
+    strangers = sum(id(p) not in name_of for params in groups for p in params)
+    if strangers:
+        raise ValueError(
+            f"{strangers} of the optimizer's parameters are not among the model's"
+        )
+    return [[name_of[id(p)] for p in params] for params in groups]
+
+
+def _group_differences(ours: list[list[str]], theirs: list[list[str]]) -> str:
+    our_names, their_names = set(itertools.chain(*ours)), set(itertools.chain(*theirs))
+    differences = [f"missing {name}" for name in sorted(our_names - their_names)]
+    differences += [f"unknown {name}" for name in sorted(their_names - our_names)]
+    if not differences:
+        differences = ["the same parameters in other groups, or in another order"]
+    return f"optimizer: {join_differences(differences)}"
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of the options of each parameter group.
+
+    Taken before the first update they tell configuration from state: see
+    `optimizer_state`. Options that are functions stay out.
+    """
+    return [
+        copy.deepcopy(
+            {k: v for k, v in group.items() if k != "params" and not callable(v)}
+        )
+        for group in optimizer.param_groups
+    ]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer's `main` does: train or test, and the exit status of each failure."""
+
+import argparse
+import contextlib
+import errno
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from core.errors import ConfigError, Exit
+from core.running import terminal
+from core.running.checkpoint import CheckpointError, CheckpointMismatch
+
+
+def run_program(
+    parse_flags: Callable[..., argparse.Namespace],
+    train: Callable[[argparse.Namespace], Exit],
+    test: Callable[[argparse.Namespace], Exit],
+    argv: Sequence[str] | None,
+) -> int:
+    """Do what the command line asks for; return the exit status.
+
+    An error that the user can remove is one line, any other a traceback. A terminal
+    that stops reading does not stop the training.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            flags = parse_flags(argv)
+            if flags.mode == "train":
+                stack.enter_context(terminal.never_waiting())
+            else:  # Ctrl-C closes environments and videos.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            faulthandler.enable(terminal.urgent_fd())
+            return int(train(flags) if flags.mode == "train" else test(flags))
+        except (
+            ConfigError,
+            CheckpointMismatch,
+        ) as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return int(Exit.CONFIG)
+        except CheckpointError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return int(Exit.CHECKPOINT)
+        except Exception as error:
+            if (line := describe_full_disk(error)) is not None:
+                print(line, file=sys.stderr)
+                return int(Exit.CHECKPOINT)
+            traceback.print_exc()
+            return int(Exit.INTERNAL)
+
+
+def describe_full_disk(error: Exception) -> str | None:
+    """Say in one line what a disk did not take, and what to do; None for what is else.
+
+    When a run starts. Later, logs wait and checkpoints have an error of their own.
+    """
+    if not isinstance(error, OSError):
+        return None
+    if "No usable temporary directory" in str(error):
+        remedy = "Free some space there, or set TMPDIR to another folder."
+    elif error.errno == errno.EFBIG:
+        remedy = "Raise the limit on the size of files (ulimit -f)."
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        remedy = "Free some space (df), or choose another --savedir."
+        if _has_no_inodes(error.filename):
+            remedy = (
+                "It has no inodes left (df -i): delete files, or choose another "
+                "--savedir."
+            )
+    else:
+        return None
+    return f"{type(error).__name__}: {error}. {remedy}"
+
+
+def _has_no_inodes(name: str | None) -> bool:
+    for folder in Path(name).parents if name else ():
+        with contextlib.suppress(OSError):  # It does not exist yet.
+            found = os.statvfs(folder)
+            return found.f_files > 0 and found.f_favail == 0
+    return False

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds of a training run, and how a run goes on from it."""
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.algorithm.update import Learner
+from core.errors import ConfigError
+from core.nests import Nest, map_nest
+from core.running import checkpoint, optimizer_state
+from core.running.randomness import restore_rng, rng_state
+
+log = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """Saves and restores the learner of a run. Used between two updates.
+
+    Make it when the learner is new: the options that its optimizers have then are
+    configuration; options that training has changed since are state, and are saved.
+
+    Raises:
+      ValueError: an optimizer cannot be saved.
+    """
+
+    def __init__(self, flags: argparse.Namespace, learner: Learner):
+        self._flags = flags
+        self._learner = learner
+        # By their names in a checkpoint: optimizer, optimizer1, ...
+        self._optimizers = {
+            f"optimizer{i or ''}": optimizer
+            for i, optimizer in enumerate(learner.optimizers)
+        }
+        for optimizer in learner.optimizers:
+            optimizer_state.optimizer_state(optimizer, learner.net)
+        self._fresh_options = {
+            name: optimizer_state.group_options(optimizer)
+            for name, optimizer in self._optimizers.items()
+        }
+
+    def take(self) -> tuple[dict[str, Any], dict[str, Nest]]:
+        """Return what `restore` needs: what is for JSON, and copies of all tensors."""
+        learner = self._learner
+        tensors: Nest = {"model": dict(learner.net.state_dict())}
+        optimizers: dict[str, Any] = {}
+        for name, optimizer in self._optimizers.items():
+            tensors[name], optimizers[name] = optimizer_state.optimizer_state(
+                optimizer, learner.net, self._fresh_options[name]
+            )
+        tensors = map_nest(  # Copies: training goes on while they are written.
+            lambda x: x.detach().to("cpu", copy=True), tensors
+        )
+        rng, rng_tensors = rng_state()
+        state = {
+            "flags": {key: plain(value) for key, value in vars(self._flags).items()},
+            "learner": learner.state(),
+            "rng": rng,
+            **optimizers,
+        }
+        return state, {**tensors, "rng": rng_tensors}
+
+    def restore(self, found: checkpoint.Checkpoint) -> None:
+        """Bring the learner to where a checkpoint of the same run left it.
+
+        Raises:
+          ConfigError: the checkpoint was made with another environment or network.
+        """
+        flags, learner = self._flags, self._learner
+        state = found.state
+        for key in ("env", "model", "use_lstm"):
+            if state["flags"][key] != getattr(flags, key):
+                raise ConfigError(
+                    f"--{key} is {getattr(flags, key)} but run {flags.xpid} was "
+                    f"trained with {state['flags'][key]}. Choose another --xpid, or "
+                    f"leave --{key} as it was."
+                )
+        model = found.tensors["model"]
+        checkpoint.check_tensors(learner.net.state_dict(), model, what="model")
+        learner.net.load_state_dict(model)
+        changes = self._restore_optimizers(found)
+        learner.restore(state["learner"])
+        restore_rng(state["rng"], found.tensors["rng"])
+        log.info("Run %s goes on from step %d", flags.xpid, learner.step)
+        if flags.init_from is not None:
+            log.info("  --init_from %s was for its beginning", flags.init_from)
+        for key, old in state["flags"].items():
+            new = plain(getattr(flags, key, old))
+            if new != old:
+                log.info("  --%s was %s and is now %s", key, old, new)
+        for line in changes:
+            log.info("  %s", line)
+
+    def _restore_optimizers(self, found: checkpoint.Checkpoint) -> list[str]:
+        """Return what the checkpoint's optimizers had other than this run's."""
+        ours = self._optimizers
+        num_theirs = sum(name.startswith("optimizer") for name in found.state)
+        if num_theirs not in (0, len(ours)):
+            raise checkpoint.CheckpointMismatch(
+                f"optimizers: file {num_theirs}, this run {len(ours)}"
+            )
+        return [
+            f"{name}, {line}"
+            for name, optimizer in ours.items()
+            for line in optimizer_state.restore_optimizer(
+                optimizer, self._learner.net, found.tensors[name], found.state[name]
+            )
+        ]
+
+    def take_weights(self, name: str) -> None:
+        """Load the weights, and nothing else, of another run or checkpoint.
+
+        Whoever wrote it: all of it is checked, nothing unpickled, and of the rest only
+        a few flags are read, to be shown.
+        """
+        place = Path(name).expanduser()
+        if not place.exists():
+            place = Path(self._flags.savedir) / name
+        found = checkpoint.load_from(place)
+        if found is None:
+            raise ConfigError(
+                f"--init_from is {name}, where there is no checkpoint. Name the folder "
+                "of a run or one of its checkpoints (step-...), or a run in "
+                f"--savedir ({self._flags.savedir})."
+            )
+        for line in found.rejected:
+            log.warning("Checkpoint not used: %s", line)
+        try:
+            model = checkpoint.weights_for(self._learner.net, found)
+        except checkpoint.CheckpointMismatch as error:
+            raise ConfigError(
+                f"--init_from {found.path} does not fit: {error}{self._others(found)}"
+            ) from error
+        for key, tensor in model.items():
+            if not torch.isfinite(tensor).all():
+                raise ConfigError(f"--init_from {found.path}: {key} is not finite")
+        self._learner.net.load_state_dict(model)
+        log.info(
+            "Weights of %s, step %d%s", found.path, found.step, self._others(found)
+        )
+
+    def _others(self, found: checkpoint.Checkpoint) -> str:
+        """Name the flags of another run's checkpoint that differ from this run's."""
+        theirs = found.state.get("flags")
+        theirs = theirs if isinstance(theirs, dict) else {}
+        differences = [
+            f"; --{key} there {theirs[key]}, here {getattr(self._flags, key)}"
+            for key in ("env", "model", "use_lstm")
+            if key in theirs and theirs[key] != getattr(self._flags, key)
+        ]
+        return checkpoint.one_line("".join(differences))
+
+
+def plain(value: Any) -> Any:
+    """Return a flag's value as JSON would give it back."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run: what both trainers do around the algorithm, in the same places.
+
+with run_folder(flags) as run_dir, StopSignal() as stop:
+    run = Run(flags, run_dir, learner, stop, frames_per_step=4)
+    run.resume()
+    if run.has_nothing_to_do():
+        return Exit.DONE
+    run.record(env_options)
+    with run.open():
+        while run.goes_on():
+            ...
+            run.tick(columns)
+    return run.end()
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.algorithm.update import Learner
+from core.errors import Exit, StallError
+from core.rollout import Spaces
+from core.running import checkpoint, compute, folder, log_setup, logs, status_line
+from core.running.compute import gpu_utilization, on_one_core
+from core.running.randomness import seed_rng
+from core.running.resume import Snapshots, plain
+from core.running.signals import StopSignal
+from core.running.supervise import start_thread
+
+log = logging.getLogger(__name__)
+
+
+# Columns that are 0 in a run without trouble; the end of a run sums them up.
+NOT_NORMAL = {
+    "actor_restarts": "actor restarts",
+    "rollouts_discarded": "rollouts discarded",
+    "server_restarts": "server restarts",
+    "reconnects": "reconnects",
+    "steps_discarded": "rows discarded",
+}
+LOG_S = 10.0  # How long the end of a run waits for the row that is being written.
+LOCK_S = 10.0  # How long a checkpoint or the last row waits for an update to end.
+
+
+# What a checkpoint holds beyond the learner: (for JSON, groups of tensors).
+ExtraState = Callable[[], tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]]
+
+
+@contextlib.contextmanager
+def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
+    """Take the folder of a run, log there, and seed all random number generators.
+
+    Without --seed a run that goes on keeps its seed; a new run draws one, which
+    `flags.seed` is from now on.
+
+    Raises:
+      RunDirBusy: another process is training in this folder.
+    """
+    run_dir = folder.prepare_run_dir(Path(flags.savedir), flags.xpid)
+    with log_setup.setup_logging(run_dir):
+        if flags.seed is None:
+            recorded = folder.recorded_meta(run_dir).get("flags", {})
+            flags.seed = recorded.get("seed", secrets.randbelow(2**31))
+        seed_rng(flags.seed)
+        yield run_dir
+
+
+class Run:
+    """A run's folder and all that is written there: checkpoints, logs, status line.
+
+    Used by the main thread. `tick` writes in threads of their own, one for the row and
+    one for the checkpoint: MonoBeast's main thread hands out the rollout buffers, and
+    must wait neither for an update to end nor for a disk or a terminal.
+    """
+
+    def __init__(
+        self,
+        flags: argparse.Namespace,
+        run_dir: Path,
+        learner: Learner,
+        stop: StopSignal,
+        *,
+        frames_per_step: int,
+        actors_do_both: bool = False,
+        in_background: bool = True,
+    ):
+        """Create the run.
+
+        Args:
+          frames_per_step: emulator frames behind an agent step.
+          actors_do_both: as `bottleneck` takes it.
+          in_background: False makes `tick` write in the calling thread.
+        """
+        self.flags = flags
+        self.learner = learner
+        self.stop = stop
+        self.run_dir = run_dir
+        self.recorded = folder.recorded_meta(run_dir)  # By the starts before this one.
+        self.found: checkpoint.Checkpoint | None = None
+        self.extra_state: ExtraState = lambda: ({}, {})
+        self._snapshots = Snapshots(flags, learner)
+        self._frames_per_step = frames_per_step
+        self._actors_do_both = actors_do_both
+        self._in_background = in_background
+        self._jobs: dict[str, concurrent.futures.Future] = {}  # What threads write.
+        self._checkpoints = run_dir / "checkpoints"
+        self._earlier_s = 0.0  # Training time before the last resume.
+
+    def resume(self) -> checkpoint.Checkpoint | None:
+        """Go on from the newest good checkpoint; return it as `found`, None if none.
+
+        A new run begins with the weights that --init_from names, if it does.
+
+        Raises:
+          CheckpointError: there are checkpoints, and none is good; or it is another
+            program's.
+          ConfigError: the checkpoint was made with another environment or network.
+        """
+        self.found = found = checkpoint.load(self._checkpoints)
+        if found is None:
+            if self.flags.init_from is not None:
+                self._snapshots.take_weights(self.flags.init_from)
+            return None
+        for line in found.rejected:
+            log.warning("Checkpoint not used: %s", line)
+        try:
+            self._snapshots.restore(found)
+            self._earlier_s = float(found.state["time_s"])
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise checkpoint.CheckpointError(
+                f"{found.path} is whole, but not of this program: {error!r}. Choose "
+                "another --xpid; --init_from takes the weights alone."
+            ) from error
+        return found
+
+    def describe(self, env: str, spaces: Spaces, *, devices: str) -> None:
+        """Say at the start what is about to run."""
+        flags, net = self.flags, self.learner.net
+        torso = getattr(net, "torso", net)  # A fork's Net may have none.
+        log.info("Run %s in %s, seed %d", flags.xpid, self.run_dir, flags.seed)
+        log.info("Environment %s: %s, %s", env, spaces.observation, spaces.action)
+        log.info(
+            "Network %s, %d parameters, %s",
+            type(torso).__name__ + (" + LSTM" if flags.use_lstm else ""),
+            sum(p.numel() for p in net.parameters()),
+            devices,
+        )
+
+    def record(self, env_options: Mapping[str, Any], **extra: Any) -> None:
+        """Say how the environment is made, and write meta.json for this start."""
+        log_options(env_options, self.recorded)
+        extra |= {"step": self.learner.step, "env_options": dict(env_options)}
+        folder.write_meta(self.run_dir, flags=vars(self.flags), extra=extra)
+
+    @property
+    def first_incarnation(self) -> int:
+        """A number that no environment of an earlier start of this run had.
+
+        With it environments do not play the games of an earlier start again.
+        """
+        return len(self.recorded.get("starts", [])) << 16
+
+    def has_nothing_to_do(self) -> bool:
+        """Say whether all steps were done before this start, and log it."""
+        if self.learner.finished():
+            log.info(
+                "Nothing to do: run %s is at step %d of --total_steps %d.",
+                self.flags.xpid,
+                self.learner.step,
+                self.flags.total_steps,
+            )
+        return self.learner.finished()
+
+    def goes_on(self) -> bool:
+        """Say whether to go on training: not finished, and no signal came."""
+        return self.stop.received is None and not self.learner.finished()
+
+    def end(self) -> Exit:
+        """Log how the run has ended; return the exit status."""
+        if self.stop.received is not None and not self.learner.finished():
+            log.info(
+                "Stopped by %s at step %d. The same command goes on from there.",
+                self.stop.received.name,
+                self.learner.step,
+            )
+            return Exit.STOPPED
+        log.info("Done: %d steps.", self.learner.step)
+        return Exit.DONE
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Open the logs; write the last checkpoint at the end, however that comes."""
+        flags, learner = self.flags, self.learner
+        self._started = self._last_log = self._last_save = time.monotonic()
+        self._last_step = learner.step
+        self._stats: dict[str, Any] = {}
+        skipped = learner.skipped
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self._sum_up(learner.skipped - skipped))
+            self._log = stack.enter_context(
+                logs.RunLog(
+                    self.run_dir,
+                    info_keys=flags.info_keys,
+                    resume_step=None if self.found is None else learner.step,
+                    wandb=flags.wandb,
+                    config={key: plain(value) for key, value in vars(flags).items()},
+                )
+            )
+            self._status = stack.enter_context(
+                status_line.StatusLine(flags.total_steps, start_step=learner.step)
+            )
+            try:
+                yield
+            except BaseException:
+                self._wait_for("log", LOG_S)
+                try:
+                    self._save_last()
+                except Exception as error:  # The first failure is the one to report.
+                    log.error("No checkpoint of the end: %s", error)
+                raise
+            self._save_last()
+
+    def tick(self, stats: dict[str, Any]) -> None:
+        """Start to log and to save if it is time; do not wait for either.
+
+        Args:
+          stats: columns of the log that only the trainer knows.
+
+        Raises:
+          Exception: the error that ended the last attempt to log or to save.
+        """
+        self._stats = stats
+        for job in self._jobs.values():
+            if job.done():
+                job.result()
+        sys.stderr.flush()  # Shows the text that a slow terminal has not taken yet.
+        now = time.monotonic()
+        if now - self._last_log >= self.flags.log_interval_s:
+            self._begin("log", self._write_row, stats)
+        if now - self._last_save >= self.flags.checkpoint_interval_s:
+            self._begin("save", self._try_to_save)
+
+    def _begin(self, name: str, write: Callable[..., None], *args: Any) -> None:
+        """Write in a thread of that name, unless its last job is still running."""
+        if not self._in_background:
+            write(*args)
+        elif name not in self._jobs or self._jobs[name].done():
+            self._jobs[name] = start_thread(name, on_one_core, write, *args)
+
+    def _wait_for(self, name: str, limit_s: float | None = None) -> bool:
+        """Wait for the end of a thread's job; return whether the job has ended."""
+        job = self._jobs.get(name)
+        return job is None or not concurrent.futures.wait([job], limit_s).not_done
+
+    def _sum_up(self, skipped: int) -> None:
+        """Log at the end of a run what went wrong since its start."""
+        counts = {text: self._stats.get(key, 0) for key, text in NOT_NORMAL.items()}
+        counts["updates skipped"] = skipped
+        parts = [f"{n} {text}" for text, n in counts.items() if n]
+        warnings = log_setup.frequent_warnings(3)
+        if parts:
+            log.info("Not normal since the start: %s", ", ".join(parts))
+        if warnings:
+            log.info("The most frequent warnings: %s", "; ".join(warnings))
+
+    def _save_last(self) -> None:
+        self._wait_for("save")  # Without a limit: the last save would hang alike.
+        self.save()
+
+    def _try_to_save(self) -> None:
+        try:
+            self.save()
+        except StallError:
+            pass  # An update takes long. The watchdog decides whether it hangs.
+        except checkpoint.CheckpointError as error:
+            # The old checkpoints are intact, and the next save may find room.
+            log.warning("%s. Training goes on.", error)
+
+    def log(self, stats: dict[str, Any]) -> None:
+        """Write the first or the last row of this start, between two updates.
+
+        Raises:
+          StallError: an update is at work for longer than LOCK_S.
+          Exception: the error that ended the last attempt to log.
+        """
+        self._stats = stats
+        if not self._wait_for("log", LOG_S):
+            log.error("The last row is missing: the one before is still being written")
+            return
+        if "log" in self._jobs:
+            self._jobs.pop("log").result()
+        with self.learner.between_updates(LOCK_S):
+            self._write_row(stats)
+
+    def _write_row(self, stats: dict[str, Any]) -> None:
+        """Write one row of logs.csv and show it; nothing if no step was made.
+
+        Does not take the lock, which an update may hold for seconds. So if an update
+        ends at this moment, some columns include it and the others do in the next row.
+        """
+        learner, now = self.learner, time.monotonic()
+        step, episodes = learner.step, learner.episodes
+        steps = step - self._last_step
+        row: dict[str, Any] = {
+            "step": step,
+            "frames": step * self._frames_per_step,
+            "time_s": self._earlier_s + now - self._started,
+            "sps": steps / max(now - self._last_log, 1e-9),
+            "mean_episode_return": episodes.mean_return,
+            "mean_episode_step": episodes.mean_step,
+            "games": episodes.games,
+            "best_mean_return": episodes.best_mean_return,
+            "mean_life_return": episodes.mean_life_return,
+            "learning_rate": learner.optimizers[0].param_groups[0]["lr"],
+            "updates": learner.updates,
+            "skipped_updates": learner.skipped,
+            "stale_rollouts": learner.stale,
+            "rss_mb": compute.rss_mb(),
+        }
+        if steps == 0:
+            if step == 0:
+                self._show(row, None)
+            return
+        row |= {**learner.averages.pop(), **stats}
+        busy = learner.busy.pop()
+        row |= {f"{stage}_busy": share for stage, share in busy.items()}
+        row["gpu_utilization"] = gpu_utilization(learner.net)
+        self._log.log(row)
+        self._show(row, bottleneck(busy, actors_do_both=self._actors_do_both))
+        self._last_log, self._last_step = now, step
+
+    def _show(self, row: dict[str, Any], bottleneck: str | None) -> None:
+        self._status.update(
+            step=row["step"],
+            frames=row["frames"],
+            sps=row["sps"],
+            mean_return=row["mean_episode_return"],
+            policy_lag=row.get("policy_lag_mean"),
+            bottleneck=bottleneck,
+        )
+
+    def save(self) -> None:
+        """Write a checkpoint, unless --disable_checkpoint.
+
+        Raises:
+          CheckpointError: it cannot be written.
+          StallError: an update is at work for longer than LOCK_S.
+        """
+        if self.flags.disable_checkpoint:
+            return
+        learner = self.learner
+        with learner.between_updates(LOCK_S):
+            self._last_save = time.monotonic()
+            state, tensors = self._snapshots.take()
+            extra, extra_tensors = self.extra_state()
+            elapsed_s = self._earlier_s + time.monotonic() - self._started
+        checkpoint.save(
+            self._checkpoints,
+            step=state["learner"]["step"],
+            tensors={**tensors, **extra_tensors},
+            state={**state, "time_s": elapsed_s, **extra},
+        )
+
+
+def check_ledger(learner: Learner, received: int, others: Mapping[str, int]) -> None:
+    """Log how many rows were learned, stale, unused and so on since the start.
+
+    Row 0 of each rollout does not count: it is the last row of the rollout before.
+
+    Args:
+      received: rows that the learner's process has received.
+      others: rows that no learner thread has taken, by what happened to them.
+
+    Raises:
+      RuntimeError: the numbers do not add up: rows were lost, or learned twice.
+    """
+    parts = {**learner.rows, **others}
+    text = f"{received} rows received = "
+    text += " + ".join(f"{n} {name}" for name, n in parts.items())
+    log.info("%s", text)
+    if received != sum(parts.values()):
+        raise RuntimeError(f"{text}: that does not add up")
+
+
+def log_options(options: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+    """Say at the start how the environment is made, and what of that has changed.
+
+    Args:
+      options: by name, as the environment's maker says them.
+      recorded: the run's meta.json, or {} in a new run.
+    """
+    if options:
+        text = ", ".join(f"{name} {value}" for name, value in options.items())
+        log.info("Environment options: %s", text)
+    before = recorded.get("env_options", options)
+    for name in sorted({*before, *options}):
+        old, new = before.get(name, "not told"), options.get(name, "not told")
+        if old != new:
+            log.warning(
+                "  %s was %s when this run was started before, and is now %s",
+                name,
+                old,
+                new,
+            )
+
+
+def bottleneck(busy: Mapping[str, float], *, actors_do_both: bool) -> str | None:
+    """Name the stage that limits the speed of the run: the one that is busiest.
+
+    Args:
+      busy: the share of time that "env", "inference" and "learner" work.
+      actors_do_both: the same workers step environments and choose actions, so both
+        shares count together.
+    """
+    if not busy:
+        return None
+    shares = dict(busy)
+    if actors_do_both and {"env", "inference"} <= shares.keys():
+        acting = shares["env"] + shares["inference"]
+        bound = "env" if shares["env"] >= shares["inference"] else "inference"
+        shares = {"learner": shares.get("learner", 0.0), bound: min(1.0, acting)}
+    stage = max(shares, key=lambda stage: shares[stage])
+    return f"{stage}-bound {shares[stage]:.0%}"

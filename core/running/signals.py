@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop signals, and the stacks of all threads of a program that hangs."""
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from core.running import terminal
+from core.running.machine import tmpfs_folder
+
+log = logging.getLogger(__name__)
+
+
+# `timeout`, schedulers and terminals signal a process and its group at the same moment.
+DUPLICATE_S = 0.2
+
+
+# SIGHUP arrives when the terminal closes, for instance when its ssh connection ends.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignal:
+    """Sets `received` at the first of STOP_SIGNALS, and ends the process at the second.
+
+    A signal within DUPLICATE_S of the first counts as the same signal, delivered twice.
+    So does a SIGHUP at any later time: kernel and shell send one each. If SIGHUP is
+    ignored at the start (`nohup`), it stays ignored.
+
+    A context manager for the main thread, which restores the old handlers at its end,
+    with one exception: instead of the default action, which reports a death by signal,
+    a late signal ends the process with status 128 + n. While the interpreter shuts
+    down, signals are blocked.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._received_at = 0.0
+        self._old: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for signum in STOP_SIGNALS:
+            old = signal.getsignal(signum)
+            if not (signum == signal.SIGHUP and old == signal.SIG_IGN):
+                self._old[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for signum, handler in self._old.items():
+            is_end = handler == signal.SIG_DFL
+            signal.signal(signum, _end_at_once if is_end else handler)
+        atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def _handle(self, signum: int, frame: object) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(signum), now
+        elif now - self._received_at >= DUPLICATE_S and signum != signal.SIGHUP:
+            terminal.say_at_once(
+                "\x1b[?25h\nSecond signal: exiting at once, no checkpoint.\n"
+            )
+            _end_at_once(signum, frame)
+
+
+def _end_at_once(signum: int, frame: object) -> None:
+    os._exit(128 + signum)  # The children watch this process, and end too.
+
+
+DUMP_S = 1.0  # Longest wait for a process to show its stacks.
+
+
+def show_stacks(pid: int) -> None:
+    """Make a child process write its stacks: its faulthandler handles SIGUSR1.
+
+    Returns when the stacks are written, so that those of several processes do not mix,
+    or after DUMP_S.
+    """
+    os.kill(pid, signal.SIGUSR1)  # faulthandler does not need the GIL.
+    if sys.platform != "linux":
+        time.sleep(DUMP_S / 10)  # Other systems do not show when it is done.
+        return
+    deadline = time.monotonic() + DUMP_S
+    while not _has_handled(pid, signal.SIGUSR1) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _has_handled(pid: int, signum: int) -> bool:
+    """Return whether a process has no such signal pending and no handler running."""
+    for file in Path(f"/proc/{pid}/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # The thread has just ended.
+            # While a thread runs a handler, it blocks the handler's signal.
+            masks = r"^(?:SigPnd|ShdPnd|SigBlk):\s*(\w+)$"
+            for mask in re.findall(masks, file.read_text(), re.MULTILINE):
+                if int(mask, 16) >> (signum - 1) & 1:
+                    return False
+    return True
+
+
+def kill_if_hung(name: str, process: Any, since: float, limit_s: float) -> bool:
+    """Kill a process whose environment takes too long; show its stacks first.
+
+    Args:
+      process: a `core.running.unit.Unit`, in which faulthandler handles SIGUSR1.
+      since: when its current call began (`time.monotonic`), 0 between calls.
+      limit_s: the longest time for one call of an environment.
+
+    Returns:
+      Whether the process was killed.
+    """
+    if since == 0 or time.monotonic() - since <= limit_s:
+        return False
+    log.warning(
+        "%s hangs: one call of its environment has taken %g s (--env_step_timeout_s); "
+        "its stacks follow",
+        name,
+        limit_s,
+    )
+    if process.pid is not None:
+        show_stacks(process.pid)
+    process.kill()
+    return True
+
+
+def dump_stacks() -> None:
+    """Log the Python stack of every Python thread, and the state of all threads."""
+    with tempfile.TemporaryFile(dir=tmpfs_folder()) as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read().decode(errors="replace")
+    log.error("All stacks:\n%s%s", stacks, "\n".join(thread_states()))
+
+
+def thread_states() -> Iterator[str]:
+    """Yield a line for each thread of this process, also of C++ threads. Linux only.
+
+    States: S sleeps, R runs, D waits for a disk. After the state stands the kernel
+    function in which the thread sleeps.
+    """
+    for task in sorted(Path("/proc/self/task").glob("*")):
+        with contextlib.suppress(OSError):  # The thread has just ended.
+            name = (task / "comm").read_text().strip()
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            sleeps_in = (task / "wchan").read_text().strip("0") or "-"
+            yield f"thread {task.name} {name}: {fields[0]} {sleeps_in}, CPU {cpu_s:g} s"

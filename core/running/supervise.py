@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervision: worker threads, restarts, stalls, child processes.
+
+Small tools that both trainers use to keep one promise: a run makes progress, or it ends
+with a checkpoint, a non-zero status and the reason.
+"""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError, Exit, StallError, one_line
+from core.running import terminal
+from core.running.signals import dump_stacks
+
+log = logging.getLogger(__name__)
+
+
+HANG_GRACE_S = 60.0  # Extra time for a main loop that is slowly saving.
+
+
+REPEAT_S = 600.0  # A repeated warning is shown at least this often.
+MAX_CAUSES = 1000  # A limit, since an environment may raise a new text each time.
+
+
+class Repeats:
+    """Shows a warning in full once, and then one line each time its count has doubled.
+
+    A line is also shown every REPEAT_S. Two warnings count as the same if their texts
+    differ only in numbers (except exit statuses). This is a filter of logging: give all
+    handlers the same one. Records below WARNING count only if their `extra` has
+    `repeats`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Guarded by _lock: cause -> (count, first line, time when last shown).
+        self._causes: dict[str, tuple[int, str, float]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING and not hasattr(record, "repeats"):
+            return True
+        if not hasattr(record, "is_told"):  # The first handler decides.
+            record.__dict__["is_told"] = self._count(record)
+        return record.__dict__["is_told"]
+
+    def _count(self, record: logging.LogRecord) -> bool:
+        line = one_line(record.getMessage())
+        cause = re.sub(r"(?<!exit status )(0x[0-9a-f]+|\b\d+)", "#", line)
+        now = time.monotonic()
+        with self._lock:
+            if cause not in self._causes and len(self._causes) >= MAX_CAUSES:
+                cause = str(record.msg)
+            before, first, told_at = self._causes.get(cause, (0, line, now))
+            count = before + 1
+            is_told = count & before == 0 or now - told_at >= REPEAT_S
+            if record.levelno < logging.WARNING:
+                first = ""  # Not a problem: `most_frequent` leaves it out.
+            self._causes[cause] = (count, first, now if is_told else told_at)
+        if count > 1:
+            record.msg, record.args = f"{line} ({count} times so far)", ()
+            record.exc_info = record.exc_text = None
+        return is_told
+
+    def most_frequent(self, n: int) -> list[str]:
+        """Return the counts and first texts of the n most frequent warnings."""
+        with self._lock:
+            causes = [cause for cause in self._causes.values() if cause[1]]
+        causes.sort(key=lambda cause: -cause[0])
+        return [f"{count} x {first}" for count, first, _ in causes[:n]]
+
+
+RECORD_BYTES = 32 << 10  # Longest line of `ForParent`: a stream's error, escaped.
+
+
+class ForParent(logging.Formatter):
+    """Formats a log record as one line of JSON, which `from_child` reads.
+
+    A record's `extra` may have `restarts`: how often the child has restarted its own
+    children so far.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        restarts = getattr(record, "restarts", 0)
+        return json.dumps([record.levelno, super().format(record), restarts])
+
+
+def from_child(line: str) -> tuple[int, str, int]:
+    """Return level, text and `restarts` of a line of a child's output.
+
+    Lines that `ForParent` did not write have level INFO and 0 restarts.
+    """
+    with contextlib.suppress(ValueError):
+        match json.loads(line):
+            case [int(level), str(text), int(restarts)]:
+                return level, text, restarts
+    return logging.INFO, line.rstrip(), 0
+
+
+def start_thread(
+    name: str, fn: Callable[..., Any], *args: Any
+) -> concurrent.futures.Future:
+    """Run `fn(*args)` in a daemon thread; return the Future of its result."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(fn(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def join_threads(
+    threads: Mapping[str, concurrent.futures.Future], limit_s: float
+) -> None:
+    """Wait for threads that were told to stop; log those that still run, and stacks."""
+    _, running = concurrent.futures.wait(threads.values(), limit_s)
+    for name, thread in threads.items():
+        if thread in running:
+            log.error("%s did not stop within %g s; all stacks follow", name, limit_s)
+    if running:
+        dump_stacks()
+
+
+def raise_failures(threads: Mapping[str, concurrent.futures.Future]) -> None:
+    """If threads have ended with exceptions, raise the first one."""
+    for thread in threads.values():
+        if thread.done():
+            thread.result()
+
+
+def wait_for_failure(
+    threads: Mapping[str, concurrent.futures.Future], timeout_s: float
+) -> None:
+    """Wait until a thread ends, or `timeout_s`; raise the thread's exception."""
+    concurrent.futures.wait(
+        threads.values(), timeout_s, concurrent.futures.FIRST_COMPLETED
+    )
+    raise_failures(threads)
+
+
+class RestartBudget:
+    """Decides when a dead worker restarts, and when it has died too often.
+
+    A death is quick if the worker delivered nothing since its start. The budget is
+    spent after `max_quick_deaths` quick deaths in a row. If the worker has ever
+    delivered, PATIENCE times as many are allowed, because it can work. (If one step in
+    1000 crashes and a worker delivers every 160 steps, one start in seven ends with a
+    quick death; five in a row then happen every 16 million steps.) After a quick death
+    the worker waits, at first `first_wait_s`, then twice as long each time up to
+    `max_wait_s`. After another death it restarts at once.
+    """
+
+    PATIENCE = 4
+
+    def __init__(
+        self,
+        *,
+        max_quick_deaths: int = 5,
+        first_wait_s: float = 0.1,
+        max_wait_s: float = 5.0,
+    ):
+        self.max_quick_deaths = max_quick_deaths
+        self.quick_deaths = 0  # In a row.
+        self._has_delivered = False  # Since its latest start.
+        self._can_deliver = False  # Whether it has ever delivered.
+        self._first_wait_s = first_wait_s
+        self._max_wait_s = max_wait_s
+
+    def delivered(self) -> None:
+        self.quick_deaths = 0
+        self._has_delivered = self._can_deliver = True
+
+    def died(self) -> float | None:
+        """Count a death; return the seconds to wait, or None if the budget is spent."""
+        if self._has_delivered:
+            self._has_delivered = False
+            return 0.0
+        self.quick_deaths += 1
+        patience = self.PATIENCE if self._can_deliver else 1
+        if self.quick_deaths >= patience * self.max_quick_deaths:
+            return None
+        return min(self._first_wait_s * 2 ** (self.quick_deaths - 1), self._max_wait_s)
+
+
+class Watchdog:
+    """If there is no progress, logs every thread's stack and raises `StallError`.
+
+    The main loop must call `progress` or `rest` regularly. If the main loop itself
+    hangs, faulthandler, which needs no GIL, dumps the stacks after twice the limit plus
+    HANG_GRACE_S, and ends the process.
+
+    Args:
+      limit_s: the longest time without progress.
+      on_stall: "stop", or "wait" to log an error each time and raise nothing.
+    """
+
+    def __init__(self, limit_s: float, on_stall: str = "stop"):
+        self._limit_s = limit_s
+        self._on_stall = on_stall
+        self._value: Any = None
+        self._since = time.monotonic()
+
+    def progress(
+        self, value: Any, describe_wait: Callable[[], str] | None = None
+    ) -> None:
+        """Report how far the run is; a new value is progress.
+
+        Args:
+          describe_wait: says what the run waits for; called only after a stall.
+
+        Raises:
+          StallError: `value` has not changed for longer than the limit.
+        """
+        now = time.monotonic()
+        if value != self._value:
+            self._value, self._since = value, now
+        elif now - self._since > self._limit_s:
+            waits_for = f", waiting for {describe_wait()}" if describe_wait else ""
+            dump_stacks()
+            text = (
+                f"no progress for {now - self._since:.0f} s (--stall_timeout_s "
+                f"{self._limit_s:g}) at {self._value}{waits_for}; every thread's stack "
+                "is above"
+            )
+            if self._on_stall == "stop":
+                raise StallError(text)
+            log.error("%s. Still waiting (--on_stall wait).", text)
+            self._since = now
+        self._watch_main_loop()
+
+    def rest(self) -> None:
+        """Report that there is nothing to do now: this time does not count."""
+        self._since = time.monotonic()
+        self._watch_main_loop()
+
+    def _watch_main_loop(self) -> None:
+        faulthandler.dump_traceback_later(
+            2 * self._limit_s + HANG_GRACE_S, exit=True, file=terminal.urgent_fd()
+        )
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def send_at_parents_end(signum: int) -> None:
+    """Let the kernel send this process a signal when its parent ends. Linux only.
+
+    SIGKILL and SIGCONT also reach a stopped process (SIGSTOP).
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signum))
+
+
+def continue_if_stopped(name: str, pid: int) -> None:
+    """If a process that this one needs is stopped, continue it. Linux only."""
+    with contextlib.suppress(OSError):  # It has ended, or there is no /proc.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "T":
+            log.warning("%s (process %d) was stopped; continuing it", name, pid)
+            os.kill(pid, signal.SIGCONT)
+
+
+def exit_with_parent() -> None:
+    """Make this child process end when its parent ends, also if `kill -9` ends that.
+
+    On Linux the kernel sends SIGKILL. Elsewhere, and if a fork server is the parent of
+    this process, a thread waits for the end of the parent.
+    """
+    parent = parent_process()
+    assert parent is not None, "called in a process without a parent"
+    send_at_parents_end(signal.SIGKILL)
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(int(Exit.INTERNAL))
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Return what an exit code means, such as 'killed by SIGSEGV'."""
+    if exitcode is None:
+        return "still running"
+    if exitcode < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-exitcode).name}"
+    return f"exit status {exitcode}"
+
+
+def check_main_file() -> None:
+    """Refuse a main program that child processes cannot import.
+
+    Raises:
+      ConfigError: the main program was read from standard input.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)  # Notebooks have no file, and need none.
+    if path is not None and main.__spec__ is None and not os.path.exists(path):
+        raise ConfigError(
+            f"the main program is {path}, no file, but actor processes must import "
+            "it. Save it as a file, or use --serial."
+        )

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output that never blocks: to a terminal that does not read, and of child processes.
+
+A terminal after Ctrl-S, a pager, tmux's copy mode and a stopped `tee` do not read, and
+a process that writes to them blocks. Training must not block.
+
+    with never_waiting():  # Around a whole program: sys.stdout, sys.stderr.
+        output = ChildOutput()
+        start_processes(output.theirs)  # Each calls redirect_output() with it.
+        output.start()
+
+`never_waiting` starts no thread, so that a program may still fork. Lines that cannot be
+shown are counted. Log records are in the run's out.log in any case.
+"""
+
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import select
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 256 << 10  # Limit of text that waits; more text is dropped.
+PATIENCE_S = 0.2  # A terminal that needs longer for one text counts as hanging.
+CLOSE_S = 1.0  # How long the end of the program waits for the terminal.
+
+MAX_LINE_BYTES = 2000  # Longer lines of a child are cut.
+# Limits of the output of all children together. Nobody can read faster, and formatting
+# more would cost the learner time.
+BURST_BYTES = 256 << 10
+BYTES_PER_S = 64 << 10
+
+
+# --------------------------------------------------------- output of this process
+
+
+class Terminal(io.TextIOBase):
+    """A text stream that replaces sys.stdout or sys.stderr. Thread-safe.
+
+    `write` returns within PATIENCE_S, and at once while the terminal hangs. Text that
+    the terminal does not take waits for the next `write` or `flush`. Beyond
+    MAX_WAITING_BYTES text is dropped; a note in its place says how many lines.
+    """
+
+    def __init__(self, stream: Any):
+        """Write to the same place as `stream`, which must have a file descriptor."""
+        self._stream = stream
+        self._encoding = stream.encoding or "utf-8"
+        # Writing to it does not block, if the system allows that: see `_open_again`.
+        self.urgent_fd = _open_again(stream.fileno())
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._waiting = bytearray()
+        self._hangs = False
+        self._lost = 0  # Dropped lines that no note has reported yet.
+        os.register_at_fork(after_in_child=self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting.clear()  # The parent writes this text.
+
+    def write(self, text: str) -> int:
+        data = text.encode(self._encoding, "backslashreplace")
+        with self._lock:
+            if len(self._waiting) + len(data) <= MAX_WAITING_BYTES:
+                self._waiting += data
+            else:
+                self._lost += data.count(b"\n") or 1
+            self._write_waiting(0.0 if self._hangs else PATIENCE_S)
+        return len(text)
+
+    def flush(self, patience_s: float = 0.0) -> None:
+        """Write the waiting text, for at most `patience_s`."""
+        with self._lock:
+            self._write_waiting(patience_s)
+
+    def _write_waiting(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        try:
+            while self._waiting:
+                if not _is_ready(self.urgent_fd, max(0.0, deadline - time.monotonic())):
+                    self._hangs = True
+                    return
+                with contextlib.suppress(BlockingIOError):
+                    n = os.write(self.urgent_fd, self._waiting[: select.PIPE_BUF])
+                    del self._waiting[:n]
+                if self._lost and not self._waiting:
+                    note = f"[{self._lost} lines not shown: the terminal did not read]"
+                    self._waiting += f"\n{note}\n".encode()
+                    self._lost = 0
+        except OSError:  # The terminal has closed, as when ssh ends.
+            self._waiting.clear()
+        self._hangs = False
+
+    # All else as in the stream. `pdb` edits lines only if the descriptor is the same.
+
+    def __getattr__(self, name: str) -> Any:  # Such as `buffer`, which may block.
+        return getattr(self._stream, name)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+
+def _open_again(fd: int) -> int:
+    """Return a descriptor for the same file whose writes never block, if possible.
+
+    Only terminals and pipes can block. O_NONBLOCK on the old descriptor would also
+    concern the shell and all other processes that share it. A terminal that belongs to
+    another user (after `su`) cannot be opened again: then `_is_ready` alone protects.
+    """
+    if may_wait(fd):
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        with contextlib.suppress(OSError):
+            return os.open(f"/dev/fd/{fd}", flags)
+    return fd
+
+
+def _is_ready(fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(1000 * timeout_s))
+
+
+@contextlib.contextmanager
+def never_waiting() -> Iterator[None]:
+    """Make print and logging to stderr never block in this process."""
+    old = sys.stdout, sys.stderr
+    new = [Terminal(x) if _has_descriptor(x) else x for x in old]
+    sys.stdout, sys.stderr = new
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = old
+        for stream in new:
+            if isinstance(stream, Terminal):
+                stream.flush(CLOSE_S)
+
+
+def _has_descriptor(stream: Any) -> bool:
+    """Return whether a stream has a file descriptor; a stream of a test may not."""
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def urgent_fd() -> int:
+    """Return a descriptor of stderr for messages at the end; it does not block."""
+    fd = getattr(sys.stderr, "urgent_fd", None)
+    return (sys.__stderr__ or sys.stderr).fileno() if fd is None else fd
+
+
+def say_at_once(text: str) -> None:
+    """Write to stderr if that is possible without blocking. For signal handlers."""
+    with contextlib.suppress(OSError):
+        if _is_ready(urgent_fd(), 0.0):
+            os.write(urgent_fd(), text.encode())
+
+
+# ------------------------------------------------------- output of child processes
+
+
+class ChildOutput:
+    """Logs each line that child processes write to stdout and stderr.
+
+    All children share one pipe. After `start`, a thread reads as fast as they write, so
+    that no child blocks, whatever the terminal does. Without `start`, the main loop
+    must call `read` whenever `fileno` is readable.
+    """
+
+    def __init__(self) -> None:
+        # `theirs` is a Connection, which every start method can send to a child.
+        self._ours, self.theirs = multiprocessing.Pipe(duplex=False)
+        self._thread: threading.Thread | None = None
+        self._lines = Lines(MAX_LINE_BYTES)
+
+    def fileno(self) -> int:
+        return self._ours.fileno()
+
+    def read(self) -> None:
+        """Log the lines that the pipe holds. Blocks if it is empty."""
+        for line in self._lines.feed(os.read(self.fileno(), 1 << 16)):
+            log.info("%s", line)
+
+    def start(self) -> None:
+        """Start the thread. A second call does nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="children's output", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self) -> None:
+        for line in lines_of(self._ours.fileno()):
+            log.info("%s", line)
+
+    def close(self) -> None:
+        """Log the last lines. Waits for up to CLOSE_S for children that still live."""
+        self.theirs.close()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            return
+        if connection.wait([self._ours], 0):
+            self.read()
+        for line in self._lines.end():
+            log.info("%s", line)
+
+
+def redirect_output(theirs: connection.Connection) -> None:
+    """In a child: send all its output, also of C libraries, to `ChildOutput`."""
+    redirect_descriptors(theirs, (1, 2))
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+
+
+def redirect_descriptors(theirs: connection.Connection, fds: Sequence[int]) -> None:
+    """Do the same for C libraries only; sys.stdout and sys.stderr never block here."""
+    for fd in fds:
+        os.dup2(theirs.fileno(), fd)
+    theirs.close()
+
+
+def may_wait(fd: int) -> bool:
+    """Return whether writing may block until somebody reads: a terminal or a pipe."""
+    with contextlib.suppress(OSError):  # The descriptor is closed.
+        return os.isatty(fd) or stat.S_ISFIFO(os.fstat(fd).st_mode)
+    return False
+
+
+def lines_of(fd: int, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[str]:
+    """Yield the lines that processes write into a pipe, until all close it."""
+    lines = Lines(max_line_bytes)
+    while chunk := os.read(fd, 1 << 16):
+        yield from lines.feed(chunk)
+    yield from lines.end()
+
+
+class Lines:
+    """Splits the output of processes into lines.
+
+    Long lines are cut. After a burst of BURST_BYTES, output beyond BYTES_PER_S is left
+    out, and a line says how much.
+    """
+
+    def __init__(self, max_line_bytes: int):
+        self._max_bytes = max_line_bytes
+        self._allowance, self._since = float(BURST_BYTES), time.monotonic()
+        self._left_out, self._rest = 0, b""
+
+    def feed(self, chunk: bytes) -> Iterator[str]:
+        """Yield the lines that end in `chunk`."""
+        now = time.monotonic()
+        self._allowance += (now - self._since) * BYTES_PER_S
+        self._allowance = min(BURST_BYTES, self._allowance)
+        self._since = now
+        if len(chunk) > self._allowance:
+            self._left_out += len(chunk)
+            return
+        self._allowance -= len(chunk)
+        if self._left_out:
+            yield self._tell_left_out()
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        self._rest = rest[: self._max_bytes + 1]
+        for line in lines:
+            yield _cut(line, self._max_bytes)
+
+    def end(self) -> Iterator[str]:
+        """Yield the last line, if it is not empty."""
+        if self._rest:
+            yield _cut(self._rest, self._max_bytes)
+        if self._left_out:
+            yield self._tell_left_out()
+
+    def _tell_left_out(self) -> str:
+        text = f"[{self._left_out:,} bytes of output left out]"
+        self._left_out, self._rest = 0, b""
+        return text
+
+
+def _cut(line: bytes, max_bytes: int) -> str:
+    text = line[:max_bytes].decode(errors="replace").rstrip()
+    return f"{text} [cut]" if len(line) > max_bytes else text

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Unit`: a worker process with all its descendants, which end when the worker ends.
+
+    program ─► guard ─► worker ─► processes of the environments ─► their children
+
+Some environments start processes: workers, a simulator, a browser. These must not
+outlive the worker, since they hold copies of its resources, such as sockets. Therefore
+each worker has a guard, a process that only waits (Linux). The guard is the subreaper
+of all processes below it: if the parent of a process ends, the process becomes a child
+of the guard, whatever its session or process group. When the worker or the program
+ends, the guard kills all remaining processes, and then ends with the worker's status.
+If the guard itself is killed, the kernel ends the worker, and the program kills the
+remaining processes.
+
+`limit_calls` is for environments in the program's own process.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import math
+import multiprocessing
+import os
+import resource
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from core.errors import Exit
+from core.running import terminal
+from core.running.signals import dump_stacks
+from core.running.supervise import exit_with_parent, send_at_parents_end
+
+log = logging.getLogger(__name__)
+
+HAS_GUARD = sys.platform == "linux"
+MARK = "TORCHBEAST_UNIT"  # Environment variable that marks the processes of a unit.
+END_S = 5.0  # Longest wait for killed processes to end; disk drivers may delay it.
+LOOK_S = 0.2  # Interval in which `limit_calls` looks at the clocks.
+END = signal.SIGQUIT  # This signal tells a guard to end its unit.
+GUARD_SIGNALS = {
+    *(END, signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGCHLD, signal.SIGCONT),
+}
+
+
+class Unit:
+    """A worker process with its guard; the interface is multiprocessing.Process's.
+
+    `target(*args)` runs in the worker. Pipes among `args` are closed in processes that
+    the environments fork. Only the thread that starts a unit may use it.
+
+    Args:
+      context: a context of multiprocessing, with any start method.
+    """
+
+    def __init__(
+        self, context: Any, target: Callable[..., Any], args: tuple, *, name: str
+    ):
+        self._mark = secrets.token_hex(8)
+        self._is_direct = context.get_start_method() != "forkserver"
+        parent = os.getpid() if self._is_direct else None
+        self._process = context.Process(
+            target=_run,
+            args=(self._mark, parent, target, args),
+            name=name,
+            daemon=True,
+        )
+        self._pid: int | None = None
+        self._pidfd: int | None = None
+
+    def start(self) -> None:
+        self._process.start()
+        if HAS_GUARD and self._is_direct:
+            # multiprocessing's sentinel is a pipe, which forked children keep open.
+            self._pidfd = os.pidfd_open(self._process.pid)
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that is readable when the unit has ended."""
+        return self._process.sentinel if self._pidfd is None else self._pidfd
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, or None before it runs."""
+        guard = self._process.pid
+        if not HAS_GUARD:
+            return guard
+        if self._pid is None:
+            # The oldest child: other processes become the guard's children later.
+            self._pid = next(_children_of(guard), None)
+        return self._pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """The worker's exit code, as in multiprocessing."""
+        return self._process.exitcode
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def terminate(self) -> None:
+        """Send the worker SIGTERM."""
+        self._process.terminate()  # The guard passes it on.
+
+    def kill(self) -> None:
+        """End the unit at once."""
+        if self._process.exitcode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if HAS_GUARD:
+                os.kill(self._process.pid, END)
+                os.kill(self._process.pid, signal.SIGCONT)  # It may be stopped.
+            else:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for up to `timeout_s` for the end of the unit."""
+        if connection.wait([self.sentinel], timeout_s):
+            self._process.join()
+            if self._process.exitcode != 0:  # The guard may have been killed.
+                _kill_rest(self._process.pid, self._mark)
+
+    def close(self) -> None:
+        """Free the descriptors of a unit that was joined."""
+        self._process.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def _run(
+    mark: str, parent: int | None, target: Callable[..., Any], args: tuple
+) -> None:
+    """Split this process into a guard and its worker; run `target` in the worker.
+
+    Args:
+      parent: the process that forks guards, None if unknown.
+    """
+    # A process group, not a session: Linux divides the CPU among sessions (autogroup),
+    # and then a niceness has no effect on the learner's session.
+    os.setpgid(0, 0)
+    if HAS_GUARD:
+        guard = os.getpid()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, GUARD_SIGNALS)
+        _become_subreaper()
+        worker = os.fork()
+        if worker:
+            _guard(worker, parent or os.getppid())
+        send_at_parents_end(signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(Exit.INTERNAL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    else:
+        exit_with_parent()
+    os.environ[MARK] = mark
+    multiprocessing.current_process().daemon = False  # A daemon may have no children.
+    pipes = [arg for arg in args if isinstance(arg, connection.Connection)]
+    os.register_at_fork(after_in_child=lambda: _forget(pipes))
+    target(*args)
+
+
+def _forget(pipes: list[connection.Connection]) -> None:
+    """Release the worker's pipes and signal handlers, in a process that it forked."""
+    for pipe in pipes:
+        pipe.close()
+    # The parent of such a process ends it with SIGTERM.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def _guard(worker: int, parent: int) -> NoReturn:
+    """Wait for the end of the worker or the parent, then end all that remain."""
+    received: list[int] = []
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    for signum in GUARD_SIGNALS:
+        signal.signal(signum, lambda signum, _: received.append(signum))
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    # Not SIGKILL, since the guard must still clean up. SIGCONT wakes a stopped guard.
+    send_at_parents_end(signal.SIGCONT)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    program = multiprocessing.parent_process()
+    assert program is not None, "a guard is started by multiprocessing"
+    status = None
+    while status is None and os.getppid() == parent and END not in received:
+        if signal.SIGTERM in received:
+            received.remove(signal.SIGTERM)
+            os.kill(worker, signal.SIGTERM)
+        if program.sentinel in connection.wait([wake, program.sentinel]):
+            break
+        os.read(wake, 4096)
+        status = _reap(worker)
+    status = _end_children(worker, status)
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        os._exit(code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # The worker wrote a core already.
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    os._exit(128 - code)
+
+
+def _reap(worker: int) -> int | None:
+    """Reap children that have ended; return the worker's status if it is one of them.
+
+    Raises:
+      ChildProcessError: there are no children.
+    """
+    status = None
+    while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        if ended[0] == worker:
+            status = ended[1]
+            break  # There may be no other child.
+    return status
+
+
+def _end_children(worker: int, status: int | None) -> int:
+    """Kill children until there are none; return the worker's status.
+
+    When a child ends, its own children become children of this process.
+    """
+    deadline = time.monotonic() + END_S
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            for pid in _children_of(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            found = _reap(worker)
+            status = found if status is None else status
+            time.sleep(0.001)
+    return int(signal.SIGKILL) if status is None else status
+
+
+def _kill_rest(guard: int, mark: str) -> None:
+    """Kill the processes that a killed guard left, by process group and MARK."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(guard, signal.SIGKILL)
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # It has ended, or is another user's.
+            if f"{MARK}={mark}".encode() in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+
+
+def _children_of(pid: int) -> Iterator[int]:
+    """Yield the children that a process has now, the oldest first."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # It has just ended.
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                children.append((int(fields[19]), int(stat.parent.name)))
+    yield from (child for _, child in sorted(children))
+
+
+@contextlib.contextmanager
+def limit_calls(
+    limit_s: float, *, update_s: float = math.inf, at_terminal: bool = True
+) -> Iterator[np.ndarray]:
+    """End this process if a call of an environment, or an update, takes too long.
+
+    Before that, all stacks are shown, and the processes that the environments started
+    are killed. The exit status is 70, or 1 if C code holds the GIL: then only
+    faulthandler can act.
+
+    Args:
+      limit_s: limit of one call of an environment (`--env_step_timeout_s`).
+      update_s: limit of one update, its log and checkpoint (`--stall_timeout_s`).
+      at_terminal: whether the limits apply if standard input is a terminal. A user at a
+        terminal may be in pdb, and sees that nothing moves.
+
+    Yields:
+      Two clocks, float64 [2], which the caller sets: when the current call of an
+      environment began (`time.monotonic`; see
+      `core.environments.stepping.Environments`), and when the current update began; 0
+      for none.
+    """
+    clocks = np.zeros(2)
+    if not at_terminal and sys.stdin is not None and sys.stdin.isatty():
+        yield clocks
+        return
+    limits = (
+        (limit_s, "One call of the environment", "--env_step_timeout_s"),
+        (update_s, "An update, with its log and checkpoint,", "--stall_timeout_s"),
+    )
+    done = threading.Event()
+
+    def postpone_end() -> None:  # Without this call, faulthandler ends the process.
+        faulthandler.dump_traceback_later(
+            limit_s + END_S, exit=True, file=terminal.urgent_fd()
+        )
+
+    def watch() -> None:
+        while not done.wait(LOOK_S):
+            postpone_end()
+            now = time.monotonic()
+            for since, (limit, what, flag) in zip(clocks.tolist(), limits):
+                if since and now - since > limit:
+                    log.error("%s has taken %g s (%s)", what, limit, flag)
+                    _end_process()
+
+    postpone_end()  # Now: even the first call may hold the GIL.
+    thread = threading.Thread(target=watch, name="environment-watch", daemon=True)
+    thread.start()
+    try:
+        yield clocks
+    finally:
+        done.set()
+        thread.join()  # A process that forks next must have only one thread.
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _end_process() -> NoReturn:
+    """Show all stacks, kill all that this process started, and end it."""
+    dump_stacks()
+    for pid in _descendants_of(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(Exit.INTERNAL)
+
+
+def _descendants_of(pid: int) -> Iterator[int]:
+    for child in _children_of(pid):
+        yield from _descendants_of(child)
+        yield child
+
+
+def _become_subreaper() -> None:
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "actor_pool.h"
+#include "array.h"
+#include "clock.h"
+#include "dynamic_batcher.h"
+#include "histogram.h"
+#include "slabs.h"
+#include "transport.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+class PoolRun;
+
+// One stream of an ActorPool: a state machine. Its states are:
+//
+//   kWaitingToConnect <-------------------------------------+
+//     | the back-off is over: connect()                     |
+//     v                                                     |
+//   kConnecting                                             |
+//     | on_connected; the Hello is sent                     |
+//     v                                                     |
+//   kGreeting                                     on_closed |
+//     | a Welcome                                           |
+//     v                                                     |
+//   kWaitingForEnv <----------------------------+        kClosing
+//     | a Step                                  |           ^
+//     v                                         |           | failure, or
+//   kReceiving: the row is written              |           | end of stream
+//     |     |                                   |           |
+//     |     | it ends a rollout, and the        |       any state
+//     |     v learner queue is full             |
+//     |   kWaitingForRoom                       |
+//     |     | room                              |
+//     v     v                                   |
+//   kWaitingForInference                        |
+//     | the agent's outputs; an Action is sent  |
+//     +-----------------------------------------+
+//
+//   kWaitingForEnv -> kMoving: the stream's rollout moves to another slab; then
+//       back, or to kReceiving if a Step has arrived meanwhile.
+//   kStopped: run() has ended.
+//
+// Threads. The transport's threads call the events. The thread in run()
+// connects streams and resumes those that waited. The threads that answer the
+// inference batcher call on_answer. None of them waits for another.
+//
+// Locks. PoolRun::mu_ guards all members that are not const and not marked
+// "Owned"; methods that end in _locked need it. In the states kReceiving,
+// kWaitingForInference and kMoving one thread owns the stream: the thread that
+// changed the state, and after kWaitingForInference the one that answers. The
+// owner uses the bytes of the rollout's lane and the members marked "Owned"
+// without the lock. An event that ends the stream meanwhile only sets `closing`
+// and `closed`; the owner finds these in finish_if_ended_locked(). So no lane
+// is given to another rollout while a thread writes it or inference may read
+// it.
+class ActorStream final : public StreamEvents {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+
+  ActorStream(PoolRun& run, size_t index, std::string address)
+      : run_(run), index_(index), address_(std::move(address)) {}
+
+  // Called by the transport.
+  void on_connected() override;
+  void on_message(Segments message) override;
+  void on_closed(const std::string& why, bool transient) override;
+
+ private:
+  friend class PoolRun;  // Both are guarded by PoolRun::mu_.
+
+  // All that belongs to one connection. connect() makes a new Life, so nothing
+  // of a lost connection can reach the next one.
+  struct Life {
+    // The Hello had a wrong first_env_id, because K was not known. The
+    // connection ends with the Welcome, which says K, and the stream connects
+    // again.
+    const bool probes_only = false;
+    std::shared_ptr<Stream> stream = nullptr;
+    bool welcomed = false;  // A Welcome has come, and the stream has not ended.
+    bool closing = false;  // The pool has given the stream up. Ignore messages.
+    bool closed = false;   // on_closed has come.
+    Clock::time_point asked_at = {};  // When it began to wait for its server.
+
+    Rollout rollout = {};  // Written by the owner with the lock held.
+
+    // A Step that waits for room in the learner queue or for the end of a move.
+    std::optional<Segments> held = std::nullopt;
+
+    uint64_t next_seq = 0;  // Written by the owner with the lock held.
+
+    wire::Step step = {};                 // Owned. The present Step.
+    std::vector<Array> outputs = {};      // Owned. Of the agent's last answer,
+    std::vector<Array> agent_state = {};  // Owned. and the state after it.
+  };
+
+  // Called by the thread in PoolRun::run(). Both release the lock meanwhile.
+  void connect(Lock& lock);
+  void resume(Lock& lock);
+
+  // Messages.
+  void on_welcome(const Segments& message, wire::Piece body);
+  void on_step(Segments message);
+  void on_goodbye(const wire::Goodbye& goodbye);
+
+  // Called by the owner of the stream.
+  void receive(Segments message);
+  void decode(const Segments& message);
+  void begin_rollout(Segments message);
+  void write_row(const Segments& message, int64_t row, const AgentSpec* agent);
+  void ask_agent();
+  void on_answer(const Outputs* outputs, std::exception_ptr error);
+  bool finish_if_ended_locked();
+
+  // Ends of the stream.
+  void give_up(const std::string& why, bool permanent);
+  void count_failure_locked(const std::string& why, bool permanent);
+  void give_up_locked();
+  void finish_close_locked();
+
+  bool has_owner_locked() const;
+  void finish_move_locked();
+  std::string describe_locked() const;
+  double waiting_s_locked(Clock::time_point now) const;
+
+  PoolRun& run_;
+  const size_t index_;
+  const std::string address_;
+  // To find out which frames are new costs a server more than to copy all of
+  // them to a unix socket.
+  const bool takes_newest_frames_ = !address_.starts_with("unix:");
+
+  StreamState state_ = StreamState::kWaitingToConnect;
+  uint64_t incarnations_ = 0;  // Connections that were welcomed.
+  int attempts_ = 0;           // Attempts to connect since the last step.
+  int failures_ = 0;           // Failures since the last finished rollout.
+  bool has_finished_ = false;  // Whether it has ever finished a rollout.
+  int64_t steps_ = 0;
+  Histogram latency_;
+
+  // None before the first connection. Replaced only by connect().
+  std::optional<Life> life_;
+};
+
+}  // namespace torchbeast

@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "rollout_spec.h"
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fake_servers.h"
+#include "pool_rig.h"
+#include "testing.h"
+
+using namespace torchbeast;
+
+TEST(inference_keys_must_be_what_servers_send) {
+  RigOptions options;
+  options.named_rows = true;
+  options.inference_keys = {"observation", "rewards"};
+  fake::CountingServer server(3);
+  Rig rig(options);
+  rig.network->serve("a", &server);
+  rig.start();
+  CHECK_THROWS(
+      std::invalid_argument,
+      "inference_keys holds 'rewards', but the environment servers send",
+      rig.running.get());
+
+  options.named_rows = false;
+  CHECK_THROWS(std::invalid_argument, "inference_keys needs named_rows",
+               Rig{options});
+}
+
+// --- Servers that do not fit -------------------------------------------------
+
+namespace {
+
+void check_welcome(const fake::WelcomeOptions& options,
+                   const std::string& text) {
+  Rig rig;
+  rig.start();
+  const auto connection = rig.network->accept();
+  connection->receive();
+  connection->send(fake::welcome(options));
+  CHECK_THROWS(ActorError, text, rig.running.get());
+}
+
+fake::WelcomeOptions with_array(size_t index, const std::string& array) {
+  fake::WelcomeOptions options;
+  options.step_arrays.at(index) = array;
+  return options;
+}
+
+void check_second_welcome(const fake::WelcomeOptions& options,
+                          const std::string& text) {
+  RigOptions rig_options;
+  rig_options.addresses = {"a", "b"};
+  Rig rig(rig_options);
+  rig.start();
+  Player first(rig.network->accept());
+  first.greet();
+  const auto second = rig.network->accept();
+  second->receive();
+  second->send(fake::welcome(options));
+  CHECK_THROWS(ActorError, "this server differs from a: " + text,
+               rig.running.get());
+}
+
+}  // namespace
+
+TEST(a_welcome_of_another_protocol_ends_the_run) {
+  fake::WelcomeOptions options;
+  options.protocol = 2;
+  check_welcome(options, "speaks version 2 of the protocol, expected 1");
+}
+
+TEST(a_welcome_must_have_the_rows_of_a_rollout) {
+  check_welcome(with_array(2, fake::array({"rewards"}, "float32")),
+                "lack 'reward'");
+  check_welcome(with_array(2, fake::array({"reward"}, "float64")),
+                "says reward float64[], expected reward float32[]");
+  check_welcome(with_array(3, fake::array({"done"}, "bool", {1})),
+                "says done bool[1], expected done bool[]");
+  check_welcome(with_array(3, fake::array({"done", "yes"}, "bool")),
+                "says a {yes: *}, expected done bool[]");
+  fake::WelcomeOptions options;
+  for (int i = 0; i < 100; ++i) {  // The message must be cut off.
+    options.step_arrays.push_back(fake::array(
+        {"done", std::to_string(i) + std::string(200, 'x')}, "bool"));
+  }
+  options.step_arrays.erase(options.step_arrays.begin() + 3);
+  check_welcome(options, "x, expected done bool[]");
+  options = {};
+  options.step_arrays.erase(options.step_arrays.begin(),
+                            options.step_arrays.begin() + 2);
+  check_welcome(options, "lack 'observation'");
+  check_welcome(with_array(1, fake::array({"observation"}, "uint8")),
+                "array observation stands where another one does");
+  check_welcome(with_array(1, fake::array({"observation", "frame"}, "uint8",
+                                          {1 << 14, 1 << 15})),
+                "larger than 256 MiB");
+  options = {};
+  options.num_envs = 0;
+  check_welcome(options, "0 num_envs");
+}
+
+TEST(a_batch_must_have_room_for_the_environments_of_a_stream) {
+  Rig rig;
+  rig.start();
+  const auto connection = rig.network->accept();
+  connection->receive();
+  fake::WelcomeOptions options;
+  options.num_envs = 4;
+  connection->send(fake::welcome(options));
+  CHECK_THROWS(std::invalid_argument,
+               "play 4 environments per stream, and no multiple of that is a "
+               "batch of 6 to 6 rollouts",
+               rig.running.get());
+}
+
+TEST(messages_are_no_larger_than_the_welcome_says) {
+  Rig rig;
+  rig.start();
+  Player first(rig.network->accept(), 3);
+  CHECK_EQ(first.connection->max_message_bytes, torchbeast::kMaxMessageBytes);
+  first.greet();
+  first.step();
+  rig.answer_batch();
+  first.take_action();
+  first.connection->close();
+  Player second(rig.network->accept(), 3);
+  const size_t limit = second.connection->max_message_bytes;
+  CHECK(limit >= first.next().size());
+  CHECK(limit >= fake::failure(std::string(64 << 10, 'x'), false).size());
+  CHECK(limit < size_t{256} << 10);
+}
+
+TEST(a_large_welcome_may_come_again) {
+  Rig rig;
+  rig.start();
+  fake::WelcomeOptions options;
+  options.env = std::string(1 << 20, 'x');
+  const std::string welcome = fake::welcome(options);
+  const auto first = rig.network->accept();
+  first->receive();
+  first->send(welcome, 1 << 16);
+  rig.wait_for(StreamState::kWaitingForEnv);
+  first->close();
+  CHECK(rig.network->accept()->max_message_bytes >= welcome.size());
+}
+
+TEST(all_servers_must_welcome_alike) {
+  fake::WelcomeOptions options;
+  options.env = "Other";
+  check_second_welcome(options, "env is 'Other', expected 'Counting'");
+  options = {};
+  options.num_envs = 2;
+  check_second_welcome(options, "num_envs is 2, expected 1");
+  check_second_welcome(
+      with_array(1, fake::array({"observation", "frame"}, "uint8", {7})),
+      "step array 1 is observation.frame uint8[7], expected observation.frame "
+      "uint8[5]");
+  options = {};
+  options.step_arrays.pop_back();
+  check_second_welcome(options, "step array 8 is missing");
+  options = {};
+  options.action_arrays = {fake::array({}, "int32")};
+  check_second_welcome(
+      options, "action array 0 is action int32[], expected action int64[]");
+  options = {};
+  options.options = {fake::option("frame_skip", 8)};
+  check_second_welcome(
+      options, "option 'frame_skip' of the environment is 8, expected 4");
+  options.options = {};
+  check_second_welcome(
+      options, "option 'frame_skip' of the environment is missing, expected 4");
+  options.options = {fake::option("frame_skip", 4), fake::option("a", 1)};
+  check_second_welcome(options,
+                       "option 'a' of the environment is 1, expected none");
+}
+
+// --- Agents that do not fit --------------------------------------------------
+
+namespace {
+
+// The first answer is correct; the second one is changed.
+void check_second_answer(const std::function<void(Nest&)>& change,
+                         const std::string& text) {
+  Rig rig;
+  rig.start();
+  Player player(rig.network->accept(), 3);
+  player.greet();
+  play(rig, player, 1);
+  player.step();
+  const auto batch = rig.batcher->get_batch();
+  Nest outputs = answer(batch->inputs());
+  change(outputs);
+  batch->set_outputs(std::move(outputs));  // Does not throw.
+  CHECK_THROWS(ActorError, text, rig.running.get());
+  CHECK(is_balanced(rig.pool->stats()));
+}
+
+void check_first_answer(Structure::Ptr outputs, DType action,
+                        const std::string& text) {
+  Rig rig;
+  rig.start();
+  Player player(rig.network->accept());
+  player.greet();
+  player.step();
+  const auto batch = rig.batcher->get_batch();
+  Nest right = answer(batch->inputs());
+  right.leaves[0].dtype = action;
+  if (action == DType::kFloat32) {
+    right.leaves[0] = make_array<float>(action, {1, 1}, {0});
+  }
+  right.structure = Structure::tuple({outputs, right.structure->children[1]});
+  batch->set_outputs(std::move(right));
+  CHECK_THROWS(ActorError, text, rig.running.get());
+}
+
+}  // namespace
+
+TEST(outputs_must_stay_alike) {
+  const auto leaf = Structure::leaf();
+  check_second_answer(
+      [](Nest& outputs) {
+        outputs.leaves[1] = make_array<float>(DType::kFloat32, {1, 3, 3},
+                                              {1, 2, 3, 4, 5, 6, 7, 8, 9});
+      },
+      "output['logits'] is float32[1,3,3] for one stream, expected "
+      "float32[1,3,2] as the first time");
+  check_second_answer(
+      [](Nest& outputs) { outputs.leaves[1].dtype = DType::kInt32; },
+      "output['logits'] is int32[1,3,2] for one stream, expected "
+      "float32[1,3,2]");
+  check_second_answer(
+      [&](Nest& outputs) {
+        outputs.structure = Structure::tuple(
+            {Structure::dict({{"action", leaf}, {"other", leaf}}),
+             outputs.structure->children[1]});
+      },
+      "outputs are {action: *, other: *}, expected {action: *, logits: *}");
+  check_second_answer(
+      [](Nest& outputs) {
+        outputs.leaves[2] = make_array<float>(DType::kFloat32, {1, 3, 3},
+                                              std::vector<float>(9));
+      },
+      "agent state[0] float32[1,3,3] for one stream, expected float32[2,3,3]");
+  check_second_answer(
+      [&](Nest& outputs) {
+        outputs.structure = Structure::tuple({leaf, leaf, leaf});
+      },
+      "expected a tuple of two");
+  check_second_answer(
+      [&](Nest& outputs) {
+        outputs.structure = Structure::tuple(
+            {Structure::tuple({leaf, leaf, leaf}), Structure::tuple({})});
+      },
+      "an agent state of 0 arrays");
+}
+
+TEST(outputs_must_hold_an_action_for_the_environment) {
+  const auto leaf = Structure::leaf();
+  check_first_answer(Structure::dict({{"act", leaf}, {"logits", leaf}}),
+                     DType::kInt64, "hold no action");
+  check_first_answer(Structure::dict({{"action", leaf}, {"logits", leaf}}),
+                     DType::kFloat32,
+                     "action is float32[] for each environment, but a expects "
+                     "action int64[]");
+  check_first_answer(
+      Structure::tuple({Structure::tuple({leaf, leaf})}), DType::kInt64,
+      "action is int64[], float32[2] for each environment, but a expects");
+}
+
+TEST(actions_of_other_integer_types_are_converted) {
+  Rig rig;
+  rig.start();
+  Player player(rig.network->accept(), 3);
+  player.greet();
+  for (int i = 0; i < 2 * kT; ++i) {
+    player.step();
+    const auto batch = rig.batcher->get_batch();
+    Nest outputs = answer(batch->inputs());
+    std::vector<int16_t> actions;
+    for (int k = 0; k < 3; ++k) {
+      actions.push_back(
+          reinterpret_cast<const int64_t*>(outputs.leaves[0].data)[k]);
+    }
+    outputs.leaves[0] = make_array<int16_t>(DType::kInt16, {1, 3}, actions);
+    batch->set_outputs(std::move(outputs));
+    player.take_action();  // Checks the values.
+  }
+}
+
+TEST(actions_out_of_the_range_of_the_environments_type_end_the_run) {
+  Rig rig;
+  rig.start();
+  Player player(rig.network->accept());
+  player.greet();
+  player.step();
+  const auto batch = rig.batcher->get_batch();
+  Nest outputs = answer(batch->inputs());
+  outputs.leaves[0] =
+      make_array<uint64_t>(DType::kUInt64, {1, 1}, {uint64_t{1} << 63});
+  batch->set_outputs(std::move(outputs));
+  CHECK_THROWS(ActorError,
+               "The agent's action 9223372036854775808 is out of the range of "
+               "int64, which the environment expects",
+               rig.running.get());
+}
+
+TEST(the_action_may_be_the_first_of_a_tuple) {
+  Rig rig;
+  rig.start();
+  Player player(rig.network->accept());
+  player.greet();
+  for (int i = 0; i < 2 * kT; ++i) {
+    player.step();
+    const auto batch = rig.batcher->get_batch();
+    Nest outputs = answer(batch->inputs());
+    const auto leaf = Structure::leaf();
+    outputs.structure = Structure::tuple(
+        {Structure::tuple({leaf, leaf}), outputs.structure->children[1]});
+    batch->set_outputs(std::move(outputs));
+    player.take_action();
+  }
+}

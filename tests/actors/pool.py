@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MonoBeast's actors with everything that they need, for tests."""
+
+import argparse
+import functools
+
+import numpy as np
+import torch
+
+import monobeast
+from core.actors import prepare
+from core.actors.processes import Actors
+from core.actors.shared_memory import share_weights
+from core.algorithm import counters
+from core.nests import map_nest
+from tests.conftest import wait_until
+
+T, E = 5, 3
+
+
+def make_flags(env: str = "tests.counting_env:make", *more: str) -> argparse.Namespace:
+    flags = monobeast.parse_flags(
+        ["--env", env, "--num_actors", "2", "--envs_per_actor", str(E)]
+        + ["--batch_size", str(2 * E), "--unroll_length", str(T), "--seed", "7", *more]
+    )
+    return flags
+
+
+class Pool:
+    """Actors with everything they need, polled by the test's own thread."""
+
+    def __init__(self, flags: argparse.Namespace):
+        torch.manual_seed(0)
+        spaces = monobeast.read_spaces(flags)
+        net = monobeast.create_net(flags, spaces)
+        outputs = monobeast.net_outputs(spaces)
+        self.buffers = prepare.create_buffers(flags, spaces, net, outputs)
+        self.weights = share_weights(net, 0)
+        self.actors = Actors(
+            functools.partial(monobeast.act, flags, spaces),
+            flags,
+            self.buffers,
+            self.weights,
+            first_incarnation=0,
+            busy=counters.BusyTime(),
+            preload="monobeast",
+        )
+        self.flags = flags
+
+    def __enter__(self) -> "Pool":
+        def have_started() -> bool:
+            self.actors.start()
+            return len(self.actors.pids()) == self.flags.num_actors
+
+        wait_until(have_started)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.actors.close()
+
+    def next_rollout(self) -> dict:
+        """Poll until a buffer is full; return a copy of it, the buffer given back."""
+
+        def arrived() -> bool:
+            self.actors.poll(0.01)
+            return self.actors.stats()["buffers_full"] > 0
+
+        wait_until(arrived)
+        (index,) = self.actors.take(1)
+        rollout = map_nest(np.copy, self.buffers.rollout(index))
+        self.actors.give_back([index])
+        return rollout
+
+    def buffers_accounted_for(self) -> int:
+        actors = self.actors
+        held = sum(len(slot.held) for slot in actors.slots)
+        return held + len(actors._free) + len(actors._full)

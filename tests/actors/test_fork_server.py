@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`core.actors.fork_server`: a fork server ends with its program, and not with less."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tools.nemesis.programs import FLAGS, SIZES, Program, wait_for, workplace
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder():
+    with workplace() as folder:
+        yield folder
+
+
+def fork_server(program: Program) -> int:
+    """Return the fork server's process id: the first of those with its command."""
+    (pid, *_) = sorted(
+        pid
+        for pid in program.family()
+        if b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return pid
+
+
+def test_a_killed_run_leaves_nothing_though_all_is_hung_or_stopped(folder):
+    """The actors hang in C."""
+    flags = [*FLAGS, *SIZES["monobeast"], "--env", "tools.nemesis.faulty:make_hanging"]
+    with Program("monobeast", folder, *flags, "--disable_checkpoint") as program:
+        program.wait_for(lambda: "about to hang" in program.text())
+        assert program.leftovers(), "it looks in the wrong place"
+        os.kill(fork_server(program), signal.SIGSTOP)
+        program.process.kill()
+        program.wait()
+        wait_for(lambda: not program.leftovers())
+
+
+def actors(program: Program) -> list[int]:
+    """Return the fork server's children."""
+    return [p.pid for p in psutil.Process(fork_server(program)).children()]
+
+
+def test_a_run_survives_the_end_of_its_fork_server_and_that_it_is_stopped(folder):
+    flags = [*FLAGS, *SIZES["monobeast"], "--disable_checkpoint"]
+    with Program("monobeast", folder, *flags) as program:
+        program.wait_for(lambda: program.rows() > 3)
+        os.kill(fork_server(program), signal.SIGTERM)
+        program.wait_for(lambda: "restarting it" in program.text())
+        rows = program.rows()
+        program.wait_for(lambda: program.rows() > rows + 3)
+        restarts = program.text().count("restarting it")
+        victim = actors(program)[0]
+        os.kill(fork_server(program), signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        program.wait_for(lambda: program.text().count("restarting it") > restarts)
+        assert "The fork server (process" in program.text()
+        os.kill(fork_server(program), signal.SIGSTOP)
+        program.process.terminate()
+        assert program.wait() == 75, program.text()
+        wait_for(lambda: not program.leftovers())
+
+
+LATE = """
+import multiprocessing, sys
+
+def late():
+    import core.actors.fork_server
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("forkserver").Process(target=late)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_a_child_of_another_fork_server_may_import_it_late(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    command = [sys.executable, tmp_path / "late.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60
+    )
+    assert done.returncode == 0

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters: means, busy time and episode statistics lose and double nothing."""
+
+import json
+import math
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from core.algorithm import counters
+from tests.running.conftest import DEADLINE_S
+
+
+def test_busy_time_is_the_share_of_the_time_between_two_rows(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    busy = counters.BusyTime()
+    with busy.measure("learner"):
+        now += 3
+    with pytest.raises(ValueError), busy.measure("inference", workers=2):
+        now += 1
+        raise ValueError  # Time is time.
+    busy.add("env", 60.0, workers=4)  # Steps that began before the last row.
+    now += 4
+    assert busy.pop() == {"learner": 3 / 8, "inference": 0.5 / 8, "env": 1.0}
+    now += 1
+    busy.add("env", 0.25)
+    assert busy.pop() == {"learner": 0.0, "inference": 0.0, "env": 0.25}
+
+
+def test_averages_are_means_since_the_last_pop():
+    averages = counters.Averages()
+    averages.add(x=1.0, y=np.float32(3))
+    averages.add(x=torch.tensor(2.0), y=None)
+    averages.add(x=math.nan)
+    averages.add_max(z=-5)
+    averages.add_max(z=np.int64(-2))
+    averages.add_max(z=math.nan)
+    averages.add_max(z=-3)
+    assert averages.pop() == {"x": 1.5, "y": 3.0, "z": -2.0}
+    assert averages.pop() == {"x": None, "y": None, "z": None}
+    averages.add_max(z=-7)
+    assert averages.pop() == {"x": None, "y": None, "z": -7.0}
+
+
+class Slow(float):
+    """A number that lets other threads run while it is read."""
+
+    def __float__(self):
+        os.stat("/")  # Releases the GIL.
+        return float.__add__(self, 0.0)
+
+
+def test_averages_lose_no_value_among_threads():
+    averages = counters.Averages()
+    n, values = 503, (1, 10, 100, 1000)
+    start = threading.Barrier(len(values))
+
+    def add(value):
+        start.wait(DEADLINE_S)
+        for i in range(n):
+            averages.add(x=Slow(value))
+            averages.add_max(y=Slow(value * i))
+
+    threads = [threading.Thread(target=add, args=(value,)) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert averages.pop() == {"x": sum(values) / len(values), "y": 1000.0 * (n - 1)}
+
+
+def test_no_value_falls_between_two_pops():
+    averages = counters.Averages()
+    n = 1009
+
+    def add():
+        for i in range(n):
+            averages.add_max(**{f"value{i}": Slow(i)})
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    found, deadline = [], time.monotonic() + DEADLINE_S
+    while True:
+        alive = thread.is_alive()
+        found += [value for value in averages.pop().values() if value is not None]
+        if not alive:
+            break
+        assert time.monotonic() < deadline
+    assert found == [float(i) for i in range(n)]
+
+
+def test_episode_stats_are_over_the_last_window_of_games():
+    stats = counters.EpisodeStats(window=3)
+    assert stats.games == 0
+    assert stats.mean_return is stats.mean_step is stats.mean_life_return is None
+    stats.add_games(np.float32([1, 2]), np.float32([10, 20]))
+    assert (stats.games, stats.mean_return, stats.mean_step) == (2, 1.5, 15.0)
+    assert stats.mean_life_return is None
+    stats.add_games([6, 7], [30, 40])
+    assert (stats.games, stats.mean_return, stats.mean_step) == (4, 5.0, 30.0)
+    stats.add_episodes(np.float32([1, 2, 3, 4]))
+    assert stats.mean_life_return == 3.0
+
+
+def test_best_is_the_highest_mean_over_a_full_window():
+    stats = counters.EpisodeStats(window=3)
+    stats.add_games([100, 50], [1, 1])
+    assert stats.best_mean_return is None
+    stats.add_games([0], [1])
+    assert stats.best_mean_return == 50.0
+    stats.add_games([10, 10, 11, -90], [1] * 4)
+    assert stats.best_mean_return == 50.0
+    stats.add_games([1000], [1])
+    assert stats.best_mean_return == pytest.approx((11 - 90 + 1000) / 3)
+
+
+def test_games_need_as_many_returns_as_steps():
+    with pytest.raises(ValueError, match="zip"):
+        counters.EpisodeStats().add_games([1.0, 2.0], [3])
+
+
+def test_episode_stats_come_back_exactly_through_json():
+    rng = np.random.default_rng(5)
+    stats, copy = counters.EpisodeStats(), counters.EpisodeStats()
+    copy.add_games([-1.0], [1])  # To be forgotten.
+    for num_games in (13, 101, 7):
+        stats.add_games(
+            rng.normal(size=num_games).astype(np.float32),
+            rng.integers(1, 10_000, num_games),
+        )
+        stats.add_episodes(rng.normal(size=3 * num_games))
+        copy.restore(json.loads(json.dumps(stats.state(), allow_nan=False)))
+        for s in (stats, copy):
+            s.add_games([0.1, 0.2], [3, 4])
+        assert copy.state() == stats.state()
+        for name in ("games", "mean_return", "mean_step", "mean_life_return"):
+            assert getattr(copy, name) == getattr(stats, name)
+        assert copy.best_mean_return == stats.best_mean_return

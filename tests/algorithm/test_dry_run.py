@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""core.algorithm.dry_run: ten wrong networks are refused with what was expected and
+what came."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import monobeast
+import polybeast
+from core.algorithm.dry_run import dry_run
+from core.algorithm.recurrent import unroll_lstm
+from core.environments.toys import Catch
+from core.errors import ConfigError
+from core.nests import ArraySpec
+from core.rollout import Spaces
+from tests.trainers.test_net import ATARI, VECTORS
+
+A = 7
+F32 = np.dtype(np.float32)
+OUTPUTS = {"policy_logits": ArraySpec((A,), F32), "baseline": ArraySpec((), F32)}
+BOX = gym.spaces.Box(-1.0, 1.0, (11,), np.float32)
+ACTIONS = gym.spaces.Discrete(A, start=2)
+
+
+class Tiny(nn.Module):
+    """A network that fits. Those below do, but for one thing."""
+
+    def __init__(self, use_lstm=False) -> None:
+        super().__init__()
+        self.core = nn.LSTM(11, 13) if use_lstm else None
+        self.heads = nn.Linear(13 if use_lstm else 11, A + 1)
+
+    def initial_state(self, batch_size):
+        if self.core is None:
+            return ()
+        return torch.zeros(1, batch_size, 13), torch.zeros(1, batch_size, 13)
+
+    def forward(self, rows, core_state=()):
+        x = rows["observation"]
+        if self.core is not None:
+            x, core_state = unroll_lstm(self.core, x, rows["done"], core_state)
+        x = self.heads(x)
+        return {"policy_logits": x[..., :A], "baseline": x[..., A]}, core_state
+
+
+class OtherShape(Tiny):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return {**outputs, "policy_logits": outputs["policy_logits"][..., 1:]}, ()
+
+
+class OtherDtype(Tiny):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return {**outputs, "baseline": outputs["baseline"].double()}, ()
+
+
+class ExtraAxis(Tiny):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return {**outputs, "baseline": outputs["baseline"].unsqueeze(-1)}, ()
+
+
+class Flat(Tiny):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return {k: x.flatten(0, 1) for k, x in outputs.items()}, core_state
+
+
+class BatchFirst(Tiny):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return {k: x.movedim(0, 1) for k, x in outputs.items()}, core_state
+
+
+class Squeezing(Tiny):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return {k: x.squeeze() for k, x in outputs.items()}, core_state
+
+
+class Nameless(Tiny):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return {"logits": outputs["policy_logits"]}, core_state
+
+
+class Stateless(Tiny):
+    def forward(self, rows, core_state=()):
+        return super().forward(rows, core_state)[0]
+
+
+class TupleOutputs(Tiny):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return tuple(outputs.values()), core_state
+
+
+class Detached(Tiny):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return {k: x.detach() for k, x in outputs.items()}, core_state
+
+
+class ForgetsItsState(Tiny):
+    def __init__(self) -> None:
+        super().__init__(use_lstm=True)
+
+    def forward(self, rows, core_state=()):
+        return super().forward(rows, core_state)[0], ()
+
+
+class GrowsItsState(ForgetsItsState):
+    def forward(self, rows, core_state=()):
+        outputs, core_state = Tiny.forward(self, rows, core_state)
+        return outputs, tuple(torch.cat([s, s], dim=2) for s in core_state)
+
+
+class BatchFirstState(Tiny):
+    def initial_state(self, batch_size):
+        return (torch.zeros(batch_size, 1, 5),)
+
+
+class ListState(Tiny):
+    def initial_state(self, batch_size):
+        return [torch.zeros(1, batch_size, 5)]
+
+
+WRONG = {
+    OtherShape: "'policy_logits', .* expected float32[1,1,7], got float32[1,1,6]",
+    OtherDtype: "'baseline', .* expected float32[1,1], got float64[1,1]",
+    ExtraAxis: "'baseline', .* expected float32[1,1], got float32[1,1,1]",
+    Flat: "'policy_logits', .* expected float32[1,1,7], got float32[1,7]",
+    BatchFirst: "of 1 rows of 3 environments, expected float32[1,3,7], got "
+    "float32[3,1,7]",
+    Squeezing: "'policy_logits', .* expected float32[1,1,7], got float32[7]",
+    Nameless: "expected 'policy_logits' among forward's outputs, got only 'logits'",
+    Stateless: "forward expected a tuple (outputs, core_state), got a dict with "
+    "'policy_logits', 'baseline'",
+    TupleOutputs: "outputs expected a dict with policy_logits, baseline, got a tuple "
+    "of 2",
+    Detached: "'policy_logits', .* expected a gradient .* got none",
+    ForgetsItsState: "forward's core_state expected a tuple of 2, got a tuple of 0",
+    GrowsItsState: "core_state[0] .* expected float32[1,1,13], got float32[1,1,26]",
+    BatchFirstState: "initial_state(3)[0] expected a tensor [layers, 3, ...], got "
+    "float32[3,1,5]",
+    ListState: "initial_state expected a tuple of tensors, () without any, got a list",
+}
+
+
+def refusal(net: nn.Module) -> str:
+    with pytest.raises(ConfigError) as error:
+        dry_run(net, BOX, ACTIONS, OUTPUTS)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("net", WRONG, ids=lambda net: net.__name__)
+def test_a_wrong_network_is_refused_with_what_was_expected_and_what_came(net):
+    message = refusal(net())
+    assert message.startswith("the network: ") and "\n" not in message
+    for part in WRONG[net].split(" .* "):
+        assert part in message, message
+
+
+def test_a_network_without_a_gradient_is_found():
+    class WritesOverItsActivations(Tiny):
+        def forward(self, rows, core_state=()):
+            outputs, core_state = super().forward(rows, core_state)
+            value = outputs["baseline"].exp()
+            return {**outputs, "baseline": value.mul_(value)}, core_state
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        dry_run(WritesOverItsActivations(), BOX, ACTIONS, OUTPUTS)
+
+
+def test_a_network_that_cannot_go_past_the_end_of_an_episode_is_found():
+    class OneEpisode(Tiny):
+        def forward(self, rows, core_state=()):
+            if rows["done"][1:].any():
+                raise NotImplementedError("an episode begins in the midst")
+            return super().forward(rows, core_state)
+
+    with pytest.raises(NotImplementedError, match="in the midst"):
+        dry_run(OneEpisode(), BOX, ACTIONS, OUTPUTS)
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("space", [VECTORS["dict"], ATARI], ids=["nest", "picture"])
+def test_the_networks_of_both_trainers_are_accepted(space, use_lstm):
+    action = gym.spaces.Discrete(A, start=-3)
+    for trainer in (monobeast, polybeast):
+        net = trainer.Net(space, action, use_lstm=use_lstm, bfloat16=True)
+        outputs = trainer.net_outputs(Spaces(space, action))
+        dry_run(net, space, action, outputs)
+
+
+def test_a_dry_run_leaves_the_network_as_it_was():
+    class Counting(Tiny):
+        def forward(self, rows, core_state=()):
+            self.calls += 1
+            return super().forward(rows, core_state)
+
+    net = Counting()
+    net.register_buffer("calls", torch.zeros(()))
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    dry_run(net, BOX, ACTIONS, OUTPUTS)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def wrong_net_env() -> Catch:
+    """Catch, in a process whose MonoBeast has a wrong network."""
+    forward = monobeast.Net.forward
+
+    def wrong(self, rows, core_state=()):
+        outputs, core_state = forward(self, rows, core_state)
+        return {**outputs, "baseline": outputs["baseline"].sum(0)}, core_state
+
+    monobeast.Net.forward = wrong
+    return Catch()
+
+
+def test_a_run_with_a_wrong_network_ends_before_it_begins(start, tmp_path):
+    env = "tests.algorithm.test_dry_run:wrong_net_env"
+    program = start("--env", env, "--xpid", "x")
+    assert program.wait() == 78, program.text()
+    assert program.text().splitlines()[-1] == (
+        "ConfigError: the network: forward's 'baseline', of 1 rows of 1 environments, "
+        "expected float32[1,1], got float32[1]"
+    )
+    assert not list((tmp_path / "runs" / "x").glob("checkpoints/*"))

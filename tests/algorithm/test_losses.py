@@ -1,0 +1,683 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The IMPALA loss: alignment of rows, ends of episodes, gradients by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import monobeast
+import polybeast
+from core.algorithm import losses, update
+from core.algorithm.dry_run import zero_rows
+from core.environments.toys import Catch
+from core.nests import leaves
+from core.rollout import Spaces
+from tests.algorithm.test_vtrace import paper_sum
+
+T, B, A = 5, 3, 7
+OPTIONS = {
+    "discounting": 0.9,
+    "baseline_cost": 0.5,
+    "entropy_cost": 0.01,
+    "reward_clipping": "none",
+}
+SEEDS = range(5)
+
+
+@pytest.fixture(autouse=True)
+def fixed_torch_seed():
+    torch.manual_seed(0)
+
+
+def random_rows(seed=0, T=T, B=B, dtype=torch.float64):
+    """Return (learner outputs, batch) with terminations and truncations anywhere.
+
+    The learner's outputs require gradients. The reset row after a truncated one is
+    done, with reward 0.
+    """
+    rng = np.random.default_rng(seed)
+    done = np.zeros((T + 1, B), bool)
+    truncated = np.zeros((T + 1, B), bool)
+    for b in range(B):
+        for t in range(T + 1):
+            if t and truncated[t - 1, b]:
+                done[t, b] = True
+            else:
+                done[t, b], truncated[t, b] = rng.permutation(
+                    [rng.random() < 0.4, False]
+                )
+    reward = 2.0 * rng.normal(size=(T + 1, B))
+    reward[1:][truncated[:-1]] = 0.0
+    behavior_logits = rng.normal(size=(T + 1, B, A))
+    batch = {
+        "reward": torch.tensor(reward, dtype=dtype),
+        "done": torch.tensor(done),
+        "truncated": torch.tensor(truncated),
+        "action": torch.tensor(rng.integers(A, size=(T + 1, B))),
+        "policy_logits": torch.tensor(behavior_logits, dtype=dtype),
+    }
+    logits = behavior_logits + 0.5 * rng.normal(size=(T + 1, B, A))
+    return {
+        "policy_logits": torch.tensor(logits, dtype=dtype, requires_grad=True),
+        "baseline": torch.tensor(
+            rng.normal(size=(T + 1, B)), dtype=dtype, requires_grad=True
+        ),
+    }, batch
+
+
+def plain_rows(seed=0, **kwargs):
+    """The same without the end of any episode."""
+    outputs, batch = random_rows(seed, **kwargs)
+    batch["done"].fill_(False)
+    batch["truncated"].fill_(False)
+    return outputs, batch
+
+
+def gradients(loss, outputs):
+    return torch.autograd.grad(loss, [outputs["policy_logits"], outputs["baseline"]])
+
+
+def cut(rows, t, b):
+    """Return the rows t (a slice) of column b, as a batch of one column."""
+    return {key: x[t, b : b + 1] for key, x in rows.items()}
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def slow_loss(outputs, batch):
+    """Return (pg, baseline, entropy) and their gradients, one transition at a time.
+
+    Gradients by hand: of log pi(a) with regard to the logits, onehot(a) - pi; of
+    sum(pi log pi), pi (log pi + H); of 1/2 (v - V)^2 with regard to V, V - v.
+    """
+    learner_logits = outputs["policy_logits"].detach().numpy()
+    V = outputs["baseline"].detach().numpy()
+    rows = {key: x.numpy() for key, x in batch.items()}
+    T, B = V.shape[0] - 1, V.shape[1]
+    log_rhos, discounts, rewards = (np.zeros((T, B)) for _ in range(3))
+    for t in range(T):
+        for b in range(B):
+            action = rows["action"][t + 1, b]
+            log_pi = log_softmax(learner_logits[t, b])[action]
+            log_mu = log_softmax(rows["policy_logits"][t + 1, b])[action]
+            log_rhos[t, b] = log_pi - log_mu
+            rewards[t, b] = rows["reward"][t + 1, b]
+            discounts[t, b] = 0.0 if rows["done"][t + 1, b] else 0.9
+            if rows["truncated"][t, b]:
+                log_rhos[t, b] = -math.inf
+    vs, advantages = paper_sum(log_rhos, discounts, rewards, V[:-1], V[-1])
+
+    pg = baseline = entropy = 0.0
+    pg_grad, entropy_grad = np.zeros_like(learner_logits), np.zeros_like(learner_logits)
+    baseline_grad = np.zeros_like(V)
+    for t in range(T):
+        for b in range(B):
+            if rows["truncated"][t, b]:
+                continue  # No transition starts here.
+            action = rows["action"][t + 1, b]
+            log_pi = log_softmax(learner_logits[t, b])
+            pi = np.exp(log_pi)
+            H = -sum(pi * log_pi)
+            pg -= advantages[t, b] * log_pi[action]
+            pg_grad[t, b] = advantages[t, b] * (pi - np.eye(A)[action])
+            baseline += 0.5 * (vs[t, b] - V[t, b]) ** 2
+            baseline_grad[t, b] = V[t, b] - vs[t, b]
+            entropy -= H
+            entropy_grad[t, b] = pi * (log_pi + H)
+    return (pg, baseline, entropy), (pg_grad, baseline_grad, entropy_grad)
+
+
+# --------------------------------------------------------------------- the three parts
+
+
+def test_policy_gradient_is_advantage_times_policy_minus_action():
+    logits = torch.randn(T, B, A, dtype=torch.float64, requires_grad=True)
+    actions = torch.randint(A, (T, B))
+    advantages = torch.randn(T, B, dtype=torch.float64)
+    loss = losses.compute_policy_gradient_loss(logits, actions, advantages)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    onehot = torch.eye(A, dtype=torch.float64)[actions]
+    assert_same(gradient, advantages.unsqueeze(-1) * (logits.softmax(-1) - onehot))
+
+
+def test_policy_gradient_does_not_flow_into_the_advantages():
+    logits = torch.randn(T, B, A, requires_grad=True)
+    advantages = torch.randn(T, B, requires_grad=True)
+    losses.compute_policy_gradient_loss(
+        logits, torch.randint(A, (T, B)), advantages
+    ).backward()
+    assert logits.grad is not None
+    assert advantages.grad is None
+
+
+def test_baseline_loss_is_half_the_sum_of_squares():
+    advantages = torch.tensor([[1.0, -2.0, 3.0], [0.0, 5.0, -1.0]])
+    assert losses.compute_baseline_loss(advantages).item() == 20.0
+
+
+def test_entropy_loss_is_minus_the_entropy_summed_over_the_mask():
+    mask = torch.arange(T * B).view(T, B) % 2 == 0
+    loss = losses.compute_entropy_loss(torch.zeros(T, B, A), mask)
+    assert loss.item() == pytest.approx(-8 * math.log(A))
+
+
+def test_entropy_gradient_is_policy_times_log_policy_plus_entropy():
+    logits = torch.randn(T, B, A, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(T, B) < 0.5
+    (gradient,) = torch.autograd.grad(losses.compute_entropy_loss(logits, mask), logits)
+    pi, log_pi = logits.softmax(-1), logits.log_softmax(-1)
+    H = -(pi * log_pi).sum(-1, keepdim=True)
+    assert_same(gradient, pi * (log_pi + H) * mask.unsqueeze(-1))
+
+
+def test_an_action_ruled_out_by_a_very_low_logit_gives_no_nan():
+    logits = torch.randn(T, B, A)
+    logits[..., 2] = torch.finfo(torch.float32).min
+    logits.requires_grad_()
+    loss = losses.compute_entropy_loss(logits, torch.ones(T, B, dtype=torch.bool))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("part", ["pg", "baseline", "entropy"])
+def test_gradients_agree_with_finite_differences(part):
+    advantages = torch.randn(T, B, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(T, B, A, dtype=torch.float64, requires_grad=True)
+    actions, mask = torch.randint(A, (T, B)), torch.rand(T, B) < 0.5
+    loss, argument = {
+        "pg": (
+            lambda x: losses.compute_policy_gradient_loss(x, actions, advantages),
+            logits,
+        ),
+        "baseline": (losses.compute_baseline_loss, advantages),
+        "entropy": (lambda x: losses.compute_entropy_loss(x, mask), logits),
+    }[part]
+    assert torch.autograd.gradcheck(loss, argument)
+
+
+# ------------------------------------------------------------------ the slow arithmetic
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_losses_are_those_of_one_transition_at_a_time(seed):
+    outputs, batch = random_rows(seed)
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    (pg, baseline, entropy), _ = slow_loss(outputs, batch)
+    assert loss.pg_loss.item() == pytest.approx(pg)
+    assert loss.baseline_loss.item() == pytest.approx(0.5 * baseline)
+    assert loss.entropy_loss.item() == pytest.approx(0.01 * entropy)
+    assert loss.entropy.item() == pytest.approx(-entropy)
+    assert loss.total_loss.item() == pytest.approx(pg + 0.5 * baseline + 0.01 * entropy)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradients_are_those_worked_out_by_hand(seed):
+    outputs, batch = random_rows(seed)
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    logits_grad, values_grad = gradients(loss.total_loss, outputs)
+    _, (pg, baseline, entropy) = slow_loss(outputs, batch)
+    assert_same(logits_grad, torch.tensor(pg + 0.01 * entropy))
+    assert_same(values_grad, torch.tensor(0.5 * baseline))
+
+
+def test_float32_of_production_agrees_with_float64():
+    loss64 = update.impala_loss(*random_rows(), **OPTIONS)
+    loss32 = update.impala_loss(*random_rows(dtype=torch.float32), **OPTIONS)
+    for name, x in loss32.scalars().items():
+        assert x.dtype == torch.float32, name
+        expected = getattr(loss64, name).item()
+        assert x.item() == pytest.approx(expected, rel=1e-4), name
+
+
+# ---------------------------------------------------------------------------- alignment
+
+
+@pytest.mark.parametrize("key", ["reward", "done", "action", "policy_logits"])
+def test_what_led_to_row_0_has_no_say(key):
+    outputs, batch = random_rows()
+    expected = update.impala_loss(outputs, batch, **OPTIONS).total_loss
+    x = batch[key]
+    x[0] = ~x[0] if key == "done" else 3 - x[0]
+    if key == "action":
+        x[0] %= A
+    assert update.impala_loss(outputs, batch, **OPTIONS).total_loss == expected
+
+
+def test_the_last_row_of_the_learner_only_bootstraps():
+    outputs, batch = plain_rows()
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    for gradient in gradients(loss.total_loss, outputs):
+        assert not gradient[-1].any()
+        assert gradient[:-1].all()
+    outputs["baseline"].data[-1] += 1.0
+    assert update.impala_loss(outputs, batch, **OPTIONS).total_loss != loss.total_loss
+
+
+def test_the_last_row_of_the_batch_holds_the_last_transition():
+    # One transition with reward 1, action 2, on policy, all values 0: the advantage of
+    # action 2 at row 0 is 1.
+    outputs = {
+        "policy_logits": torch.zeros(2, 1, A, requires_grad=True),
+        "baseline": torch.zeros(2, 1, requires_grad=True),
+    }
+    batch = {
+        "reward": torch.tensor([[5.0], [1.0]]),
+        "done": torch.tensor([[True], [False]]),
+        "truncated": torch.tensor([[False], [False]]),
+        "action": torch.tensor([[4], [2]]),
+        "policy_logits": torch.zeros(2, 1, A),
+    }
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    assert loss.pg_loss.item() == pytest.approx(math.log(A))
+    assert loss.baseline_loss.item() == 0.5 * 0.5
+    logits_grad, _ = gradients(loss.total_loss, outputs)
+    assert (logits_grad[0, 0] < 0).nonzero().tolist() == [[2]]
+
+
+# --------------------------------------------------------------------- ends of episodes
+
+
+def trajectories(truncated, done, b):
+    """Yield (first row, last row) of each trajectory in column b, ends shared.
+
+    A trajectory ends with the row that is done (the next begins there), or with the
+    truncated row (the next begins with the reset row after it), or with the batch.
+    """
+    T, first = len(done) - 1, 0
+    for t in range(T + 1):
+        if truncated[t, b]:
+            yield first, t
+            first = t + 1
+        elif t > first and done[t, b]:
+            yield first, t
+            first = t
+    yield first, T
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_episodes_count_as_much_as_separate_trajectories(seed):
+    outputs, batch = random_rows(seed, T=17)
+    whole = update.impala_loss(outputs, batch, **OPTIONS)
+    assert batch["truncated"].any() and batch["done"].any()
+
+    total, apart = 0.0, []
+    for b in range(B):
+        for first, last in trajectories(batch["truncated"], batch["done"], b):
+            if first >= last:
+                continue  # A truncated row after nothing, or the reset row at the end.
+            rows = slice(first, last + 1)
+            part = cut(batch, rows, b)
+            # A trajectory of its own is not marked: it just stops, with its bootstrap.
+            part["truncated"] = torch.zeros_like(part["truncated"])
+            loss = update.impala_loss(cut(outputs, rows, b), part, **OPTIONS)
+            total = total + loss.total_loss
+            apart.append(loss)
+
+    assert_same(whole.total_loss, total)
+    for name in whole.scalars():
+        assert_same(getattr(whole, name), sum(getattr(loss, name) for loss in apart))
+    for one, other in zip(
+        gradients(whole.total_loss, outputs), gradients(total, outputs), strict=True
+    ):
+        assert_same(one, other)
+
+
+def test_a_truncated_episode_bootstraps_from_its_final_observation():
+    outputs, batch = plain_rows()
+    batch["truncated"][3] = True
+    batch["done"][4] = True
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    outputs["baseline"].data[3] += 1.0
+    with_other_value = update.impala_loss(outputs, batch, **OPTIONS)
+    assert with_other_value.pg_loss != loss.pg_loss
+    assert with_other_value.baseline_loss != loss.baseline_loss
+
+
+def test_a_terminated_episode_bootstraps_from_nothing():
+    outputs, batch = plain_rows()
+    outputs = {key: x[:4] for key, x in outputs.items()}
+    batch = {key: x[:4] for key, x in batch.items()}
+    batch["done"][3] = True
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    outputs["baseline"].data[3] += 17.0
+    assert update.impala_loss(outputs, batch, **OPTIONS).total_loss == loss.total_loss
+
+
+def test_what_starts_at_a_truncated_row_is_no_transition():
+    outputs, batch = plain_rows()
+    batch["truncated"][2] = True
+    batch["done"][3] = True
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    for gradient in gradients(loss.total_loss, outputs):
+        assert not gradient[2].any()
+    # Whatever was recorded of the step that was never executed.
+    batch["action"][3] = (batch["action"][3] + 1) % A
+    batch["policy_logits"][3] = -batch["policy_logits"][3]
+    batch["reward"][3] = 17.0
+    outputs["policy_logits"].data[2] *= -1.0
+    assert update.impala_loss(outputs, batch, **OPTIONS).total_loss == loss.total_loss
+
+
+def test_a_truncated_last_row_bootstraps_like_any_other():
+    outputs, batch = plain_rows()
+    expected = update.impala_loss(outputs, batch, **OPTIONS)
+    batch["truncated"][-1] = True
+    for name, x in update.impala_loss(outputs, batch, **OPTIONS).scalars().items():
+        assert torch.equal(x, getattr(expected, name)), name
+
+
+def test_a_batch_without_transitions_has_loss_zero_and_no_nan():
+    outputs, batch = random_rows(dtype=torch.float32)
+    batch["truncated"].fill_(True)
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    assert not any(x.item() for x in loss.scalars().values())
+    for gradient in gradients(loss.total_loss, outputs):
+        assert not gradient.any()
+
+
+# ------------------------------------------------------------- padding, order and scale
+
+
+def test_permuting_the_batch_permutes_the_gradients():
+    order = torch.tensor([2, 0, 1])
+    outputs, batch = random_rows()
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    permuted = update.impala_loss(
+        {key: x[:, order] for key, x in outputs.items()},
+        {key: x[:, order] for key, x in batch.items()},
+        **OPTIONS,
+    )
+    assert_same(permuted.total_loss, loss.total_loss)
+    # With regard to the unpermuted leaves, so the same order again.
+    for one, other in zip(
+        gradients(permuted.total_loss, outputs),
+        gradients(loss.total_loss, outputs),
+        strict=True,
+    ):
+        assert_same(one, other)
+
+
+def test_the_loss_is_the_sum_over_columns():
+    outputs, batch = random_rows()
+    every_row = slice(None)
+    columns = [
+        update.impala_loss(
+            cut(outputs, every_row, b), cut(batch, every_row, b), **OPTIONS
+        )
+        for b in range(B)
+    ]
+    whole = update.impala_loss(outputs, batch, **OPTIONS)
+    for name in whole.scalars():
+        assert_same(getattr(whole, name), sum(getattr(loss, name) for loss in columns))
+
+
+def test_padding_columns_change_nothing():
+    outputs, batch = random_rows()
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    pad_outputs, pad_batch = random_rows(seed=1, B=2)
+    pad_batch["truncated"].fill_(True)
+    padded = update.impala_loss(
+        {key: torch.cat([x, pad_outputs[key]], 1) for key, x in outputs.items()},
+        {key: torch.cat([x, pad_batch[key]], 1) for key, x in batch.items()},
+        **OPTIONS,
+    )
+    for name, x in padded.scalars().items():
+        assert_same(x, getattr(loss, name))
+    for one, other in zip(
+        gradients(padded.total_loss, outputs),
+        gradients(loss.total_loss, outputs),
+        strict=True,
+    ):
+        assert_same(one, other)
+
+
+def test_a_truncated_row_before_the_first_changes_nothing():
+    outputs, batch = random_rows()
+    batch["done"][0], batch["truncated"][0] = True, False
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    pad_outputs, pad_batch = random_rows(seed=1)
+    pad_batch["truncated"][:1] = True
+    padded = update.impala_loss(
+        {key: torch.cat([pad_outputs[key][:1], x]) for key, x in outputs.items()},
+        {key: torch.cat([pad_batch[key][:1], x]) for key, x in batch.items()},
+        **OPTIONS,
+    )
+    for name, x in padded.scalars().items():
+        assert_same(x, getattr(loss, name))
+
+
+def test_costs_scale_their_parts_which_add_up_to_the_total():
+    outputs, batch = random_rows()
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    costs = {"baseline_cost": 1.5, "entropy_cost": 0.05}
+    other = update.impala_loss(outputs, batch, **OPTIONS | costs)
+    assert_same(other.baseline_loss, 3.0 * loss.baseline_loss)
+    assert_same(other.entropy_loss, 5.0 * loss.entropy_loss)
+    for x in (loss, other):
+        parts = x.pg_loss + x.baseline_loss + x.entropy_loss
+        assert_same(x.total_loss.detach(), parts)
+
+
+def test_scaling_rewards_and_values_scales_the_losses():
+    outputs, batch = random_rows()
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    scaled = update.impala_loss(
+        outputs | {"baseline": 3.0 * outputs["baseline"]},
+        batch | {"reward": 3.0 * batch["reward"]},
+        **OPTIONS,
+    )
+    assert_same(scaled.pg_loss, 3.0 * loss.pg_loss)
+    assert_same(scaled.baseline_loss, 9.0 * loss.baseline_loss)
+    assert_same(scaled.entropy_loss, loss.entropy_loss)
+
+
+def test_shifting_all_logits_of_a_row_changes_nothing():
+    outputs, batch = random_rows()
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    shifted = update.impala_loss(
+        outputs | {"policy_logits": outputs["policy_logits"] + 11.0},
+        batch | {"policy_logits": batch["policy_logits"] - 13.0},
+        **OPTIONS,
+    )
+    assert_same(shifted.total_loss, loss.total_loss)
+
+
+# ------------------------------------------------------------------ options and refusal
+
+
+def test_abs_one_clamps_rewards():
+    outputs, batch = random_rows()
+    assert (batch["reward"][1:].abs() > 1).any()
+    clamped = batch | {"reward": batch["reward"].clamp(-1, 1)}
+    options = OPTIONS | {"reward_clipping": "abs_one"}
+    clipping = update.impala_loss(outputs, batch, **options)
+    assert (
+        clipping.total_loss
+        == update.impala_loss(outputs, clamped, **OPTIONS).total_loss
+    )
+    assert (
+        clipping.total_loss != update.impala_loss(outputs, batch, **OPTIONS).total_loss
+    )
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"clip_rho_threshold": None},
+        {"clip_pg_rho_threshold": None},
+        {"clip_c_threshold": 0.5},
+        {"lambda_": 0.5},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_each_option_of_vtrace_reaches_it(option, monkeypatch):
+    calls = []
+    original = losses.vtrace.from_importance_weights
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(losses.vtrace, "from_importance_weights", spy)
+    update.impala_loss(*random_rows(), **OPTIONS, **option)
+    assert calls == [option]
+
+
+def test_entropy_and_rho_count_transitions_only():
+    outputs, batch = plain_rows()
+    outputs["policy_logits"].data.zero_()
+    batch["policy_logits"].zero_()  # On policy, so every weight is 1.
+    batch["truncated"][2, 1] = True
+    batch["done"][3, 1] = True
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    assert loss.entropy.item() == pytest.approx((T * B - 1) * math.log(A))
+    assert loss.rho.item() == pytest.approx(T * B - 1)
+
+
+@pytest.mark.parametrize("threshold, total", [(1.0, 1.5), (0.0, 0.0), (None, 3.0)])
+def test_rho_is_the_sum_of_the_clipped_weights(threshold, total):
+
+    outputs = {"policy_logits": torch.zeros(3, 1, 2), "baseline": torch.zeros(3, 1)}
+    mu = torch.tensor([[[0.5, 0.5]], [[1 / 5, 4 / 5]], [[1.0, 1e-9]]])
+    batch = {
+        "reward": torch.zeros(3, 1),
+        "done": torch.zeros(3, 1, dtype=torch.bool),
+        "truncated": torch.zeros(3, 1, dtype=torch.bool),
+        "action": torch.zeros(3, 1, dtype=torch.int64),  # Weights 2.5 and 0.5.
+        "policy_logits": mu.log(),
+    }
+    loss = update.impala_loss(outputs, batch, **OPTIONS, clip_rho_threshold=threshold)
+    assert loss.rho.item() == pytest.approx(total)
+
+
+def test_a_batch_is_cut_into_contiguous_groups_of_columns(monkeypatch):
+    rows = {"observation": {"x": torch.randn(T, 7, 11)}, "done": torch.zeros(T, 7)}
+    state = (torch.randn(2, 7, 13),)
+    monkeypatch.setattr(losses, "PIECE_BYTES", rows["observation"]["x"].nbytes // 3 + 1)
+    groups = list(losses.split_columns(rows, state))
+    assert len(groups) == 3
+    for (_, whole), *parts in zip(leaves((rows, state)), *map(leaves, groups)):
+        assert all(part.is_contiguous() for _, part in parts)
+        assert torch.equal(torch.cat([part for _, part in parts], dim=1), whole)
+
+
+@pytest.mark.parametrize("trainer", [monobeast, polybeast])
+def test_an_update_of_a_large_batch_with_unclipped_rewards_is_done(
+    trainer, monkeypatch, tmp_path
+):
+    """In TorchBeast's style Net says `.view(T * B, ...)`, and so do forks."""
+    argv = ["--env", "Catch", "--reward_clipping", "none", "--use_lstm"]
+    flags = trainer.parse_flags([*argv, "--disable_cuda", "--savedir", str(tmp_path)])
+    spaces = Spaces(Catch().observation_space, Catch().action_space)
+    learner = trainer.create_learner(flags, spaces)
+    rows = zero_rows(spaces.observation, spaces.action, T + 1, B)
+    rows |= {
+        "truncated": rows["done"],
+        "action": rows["last_action"],
+        "policy_logits": torch.zeros(T + 1, B, 3),
+    }
+    state = learner.net.initial_state(B)
+    (whole,) = learner.gradient(rows, state)
+    monkeypatch.setattr(losses, "PIECE_BYTES", rows["observation"].nbytes - 1)
+    parts = learner.gradient(rows, state)
+    assert len(parts) == 2
+    torch.testing.assert_close(sum(part.total_loss for part in parts), whole.total_loss)
+
+
+def test_only_the_total_has_a_gradient():
+    loss = update.impala_loss(*random_rows(), **OPTIONS)
+    with_gradient = {name for name, x in loss.scalars().items() if x.requires_grad}
+    assert with_gradient == {"total_loss"}
+
+
+def test_the_batch_is_left_as_it_was():
+    outputs, batch = random_rows()
+    copies = {key: x.clone() for key, x in batch.items()}
+    update.impala_loss(outputs, batch, **OPTIONS | {"reward_clipping": "abs_one"})
+    for key, x in batch.items():
+        assert torch.equal(x, copies[key]), key
+
+
+def test_an_unknown_reward_clipping_is_refused():
+    with pytest.raises(ValueError, match='reward_clipping is "?.soft_asym'):
+        update.impala_loss(
+            *random_rows(), **OPTIONS | {"reward_clipping": "soft_asymmetric"}
+        )
+
+
+@pytest.mark.parametrize("key", ["done", "truncated"])
+def test_flags_of_uint8_are_refused(key):
+    outputs, batch = random_rows()
+    batch[key] = batch[key].to(torch.uint8)
+    with pytest.raises(ValueError, match=rf"^{key} is uint8\[6, 3\]; expected bool"):
+        update.impala_loss(outputs, batch, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "key", ["reward", "done", "truncated", "action", "policy_logits"]
+)
+def test_an_error_names_the_part_of_the_batch_without_row_t(key):
+    outputs, batch = random_rows()
+    batch[key] = batch[key][:-1]
+    with pytest.raises(ValueError, match=rf"{key} is \w+\[5, 3.*; expected \w+\[6, 3"):
+        update.impala_loss(outputs, batch, **OPTIONS)
+
+
+@pytest.mark.parametrize("key", ["baseline", "policy_logits"])
+def test_an_error_names_the_output_of_the_learner_of_another_rank(key):
+    outputs, batch = random_rows()
+    outputs[key] = outputs[key].flatten(0, 1)
+    with pytest.raises(ValueError, match=rf"learner's {key} is float64\[18"):
+        update.impala_loss(outputs, batch, **OPTIONS)
+
+
+def test_a_single_row_is_refused():
+    outputs, batch = random_rows(T=0)
+    with pytest.raises(
+        ValueError, match=r"learner's baseline is float64\[1, 3\].*T >= 1"
+    ):
+        update.impala_loss(outputs, batch, **OPTIONS)
+
+
+def test_logits_of_different_numbers_of_actions_are_refused():
+    outputs, batch = random_rows()
+    batch["policy_logits"] = batch["policy_logits"][..., :-1]
+    with pytest.raises(ValueError, match="batch's policy_logits.*3, 6.*3, 7"):
+        update.impala_loss(outputs, batch, **OPTIONS)
+
+
+def test_outputs_of_autocast_are_refused():
+    outputs, batch = random_rows(dtype=torch.float32)
+    outputs = {key: x.bfloat16() for key, x in outputs.items()}
+    with pytest.raises(ValueError, match="learner's baseline is bfloat16.*float32"):
+        update.impala_loss(outputs, batch, **OPTIONS)
+
+
+@pytest.mark.gpu
+def test_the_gpu_agrees_with_the_cpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    outputs, batch = random_rows()
+    loss = update.impala_loss(outputs, batch, **OPTIONS)
+    on_gpu = update.impala_loss(
+        {key: x.cuda() for key, x in outputs.items()},
+        {key: x.cuda() for key, x in batch.items()},
+        **OPTIONS,
+    )
+    for name, x in on_gpu.scalars().items():
+        assert_same(x.cpu(), getattr(loss, name))
+    for one, other in zip(
+        gradients(on_gpu.total_loss, outputs),
+        gradients(loss.total_loss, outputs),
+        strict=True,
+    ):
+        assert_same(one, other)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m core.environments.check."""
+
+import itertools
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from core.environments import check
+from core.rollout import UnlearnableSpace, row_spec, spec_of
+from tests import counting_env
+from tests.counting_env import CountingEnv
+from tests.environments.helpers import (
+    Scripted,
+    frame,
+)
+
+DEADLINE_S = 60
+FRESH = itertools.count()  # Numbers never seen before.
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run_check(*arguments, cwd=REPOSITORY):
+    return subprocess.run(
+        [sys.executable, "-m", "core.environments.check", *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{cwd}"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def test_check_prints_what_the_learner_sees_and_exits_0():
+    result = run_check("tests.counting_env:make_nested", "--steps", "101")
+    assert result.returncode == 0, result.stderr
+    for text in (
+        "CountingEnv (Gymnasium API)",
+        "actions      Discrete(3)",
+        "observation/pair/0 float32[2]",
+        "last_action int64[]",
+        "bytes",
+        "info         half",
+        "101 steps",
+        "steps/s",
+        "ok           tests.counting_env:make_nested obeys its own spec",
+    ):
+        assert text in result.stdout
+
+
+def test_check_of_a_broken_environment_exits_78_with_a_line_each(tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "import gymnasium as gym\n"
+        "import numpy as np\n"
+        "class Broken(gym.Env):\n"
+        "    observation_space = gym.spaces.Box(0, 1, (3,), np.float32)\n"
+        "    action_space = gym.spaces.Discrete(2)\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return np.full(3, 7, np.float32), {}\n"
+        "    def step(self, action):\n"
+        "        return np.zeros(3), 1.0, 0, False, {}\n"
+    )
+    result = run_check("broken:Broken", "--steps", "13", cwd=tmp_path)
+    assert result.returncode == 78, result.stderr
+    lines = [line for line in result.stdout.splitlines() if "VIOLATION" in line]
+    assert len(lines) == 3
+    assert (
+        "step 0: 'observation' expected Box(0.0, 1.0, (3,), float32), got" in lines[0]
+    )
+    assert "step 1: 'observation' expected float32[3], got float64[3] (13" in lines[1]
+    assert "step 1: 'terminated' expected a bool, got 0 (13 times)" in lines[2]
+
+
+def test_check_of_an_unknown_environment_exits_2_with_the_near_misses():
+    result = run_check("CartPol-v1")
+    assert result.returncode == 2
+    assert "Did you mean CartPole-v1" in result.stderr
+
+
+class IgnoresSeed(CountingEnv):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=None if seed is None else next(FRESH))
+
+
+def broken(*script, **options):
+    return lambda: Scripted(*script, **options)
+
+
+BROKEN = {
+    "seed": (IgnoresSeed, r"two plays from reset\(seed=1\) .* differ"),
+    "shape": (broken({"frame": frame((3, 2))}), r"'observation/frame' expected uint8"),
+    "bounds": (
+        broken({"pair": (1, np.full(7, 2, np.float32))}),
+        r"'observation/pair/1' expected Box.* got values in \[2.0, 2.0\]",
+    ),
+    "NaN": (
+        broken({"pair": (1, np.full(7, np.nan, np.float32))}),
+        r"got values in \[nan, nan\]",
+    ),
+    "Discrete range": (
+        broken({"pair": (5, np.zeros(7, np.float32))}),
+        r"'observation/pair/0' expected Discrete\(5\), got values in \[5, 5\]",
+    ),
+    "structure": (
+        broken({"frame": "missing"}),
+        r"lacks \['observation/frame'\] and adds \[\]",
+    ),
+    "reward": (
+        broken({"reward": math.inf}),
+        "'reward' expected a finite number, got inf",
+    ),
+    "info": (broken({"info": None}), "'info' expected a dict, got None"),
+    "truncated": (broken({"truncated": "no"}), "'truncated' expected a bool, got 'no'"),
+    "step()": (broken((1, 2, 3, 4)), r"'step\(\)' expected .* got a tuple of 4"),
+    "reset()": (broken(reset=frame()), r"'reset\(\)' expected .* got uint8\[2,3\]"),
+    "raises": (broken(None, KeyError("boom")), "KeyError: 'boom'"),
+}
+
+
+@pytest.mark.parametrize("violation", BROKEN)
+def test_check_names_the_violation(violation, monkeypatch, capsys):
+    make_env, message = BROKEN[violation]
+    monkeypatch.setattr(check, "make", lambda name: make_env())
+    assert check.main(["broken", "--steps", "7"]) == 78
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "VIOLATION" in x)
+    assert re.search(message, line), line
+
+
+class Mission(CountingEnv):
+    """As MiniGrid: a dict with a picture, a direction, and a text."""
+
+    def __init__(self, **others):
+        super().__init__(counting_env.NESTED)
+        parts = {**self.observation_space.spaces, **others}
+        self.observation_space = gym.spaces.Dict(parts)
+
+
+@pytest.mark.parametrize(
+    "part, said",
+    [
+        (gym.spaces.Text(5), "'observation/mission' is a Text; expected Box, Discrete"),
+        (
+            gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Text(5)]),
+            "'observation/mission/1' is a Text",
+        ),
+        (gym.spaces.Box(0, 1, (0,)), "of shape (0,), which holds no values"),
+    ],
+)
+def test_what_cannot_be_learned_is_no_violation_and_says_how_to_leave_it_out(
+    part, said, monkeypatch, capsys
+):
+    monkeypatch.setattr(check, "make", lambda name: Mission(mission=part))
+    assert check.main(["mission", "--steps", "7"]) == 78
+    out = capsys.readouterr().out
+    assert "VIOLATION" not in out
+    line = out.splitlines()[-1]
+    assert said in line
+    call = re.search(r"gymnasium\.wrappers\.(FilterObservation\(.*\))$", line)
+    env = gym.wrappers.FilterObservation(
+        Mission(mission=part), list(CountingEnv(counting_env.NESTED).observation_space)
+    )
+    assert call[1] == f"FilterObservation(env, {list(env.observation_space)})"
+    spec_of(env.observation_space)  # Without it, it can be learned.
+
+
+def test_other_spaces_that_cannot_be_learned_are_named():
+    with pytest.raises(UnlearnableSpace, match="'action' is a Text; .* Wrap"):
+        row_spec(gym.spaces.Discrete(2), gym.spaces.Text(5), ())
+
+
+def test_a_slow_check_says_how_far_it_has_come(monkeypatch, capsys):
+    monkeypatch.setattr(check, "PROGRESS_S", 0.0)
+    assert check.main(["Catch", "--steps", "7"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "playing: 0 of 7 steps"
+    assert lines[-1] == "measuring: 6 of 7 steps"
+    assert "playing: 299 of 300 steps" in lines

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""core.environments.row_writer: what breaks the spec is named."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from core.environments.stepping import Environments
+from core.errors import EnvError, EnvSpecError
+from tests.environments.helpers import (
+    Scripted,
+    empty_rows,
+    frame,
+    step_until_error,
+)
+
+VIOLATIONS = {
+    "float64 for uint8": (
+        {"frame": frame(dtype=np.float64)},
+        "'observation/frame' expected uint8[2,3], got float64[2,3]",
+    ),
+    "int64 for uint8": (
+        {"frame": frame(dtype=np.int64)},
+        "'observation/frame' expected uint8[2,3], got int64[2,3]",
+    ),
+    "wrong shape": (
+        {"frame": frame((3, 2))},
+        "'observation/frame' expected uint8[2,3], got uint8[3,2]",
+    ),
+    "shape that would broadcast": (
+        {"frame": frame((3,))},
+        "'observation/frame' expected uint8[2,3], got uint8[3]",
+    ),
+    "object array": (
+        {"frame": frame(dtype=object)},
+        "'observation/frame' expected uint8[2,3], got object[2,3]",
+    ),
+    "ragged list": (
+        {"frame": [[1, 2, 3], [4]]},
+        "'observation/frame' expected uint8[2,3], got a list of 2",
+    ),
+    "None": ({"frame": None}, "'observation/frame' expected uint8[2,3], got None"),
+    "missing key": (
+        {"frame": "missing"},
+        "'observation' expected a dict with keys ['frame', 'pair'], "
+        "got a dict with keys ['pair']",
+    ),
+    "surplus key": (
+        {"sound": 1},
+        "'observation' expected a dict with keys ['frame', 'pair'], "
+        "got a dict with keys ['frame', 'pair', 'sound']",
+    ),
+    "array for dict": (
+        {"observation": frame()},
+        "'observation' expected a dict with keys ['frame', 'pair'], got uint8[2,3]",
+    ),
+    "tuple too short": (
+        {"pair": (1,)},
+        "'observation/pair' expected a tuple of 2, got a tuple of 1",
+    ),
+    "leaf in a tuple": (
+        {"pair": (1, np.zeros(5, np.float32))},
+        "'observation/pair/1' expected float32[7], got float32[5]",
+    ),
+    "float for Discrete": (
+        {"pair": (1.5, np.zeros(7, np.float32))},
+        "'observation/pair/0' expected int64[], got 1.5",
+    ),
+    "NaN reward": ({"reward": np.nan}, "'reward' expected a finite float32, got nan"),
+    "infinite reward": (
+        {"reward": np.float32(-np.inf)},
+        "'reward' expected a finite float32, got -inf",
+    ),
+    "reward beyond float32": (
+        {"reward": 1e39},
+        "'reward' expected a finite float32, got 1e+39",
+    ),
+    "reward array": (
+        {"reward": np.zeros(1)},
+        "'reward' expected a number, got float64[1]",
+    ),
+    "no reward": ({"reward": None}, "'reward' expected a number, got None"),
+    "flag array": (
+        {"truncated": np.zeros(2, bool)},
+        "'terminated, truncated' expected bools, got a tuple of 2",
+    ),
+    "info list": ({"info": []}, "'info' expected a dict, got a list of 0"),
+    "info text": (
+        {"info": {"score": "7"}},
+        "'info/score' expected a number, got '7'",
+    ),
+    "info array": (
+        {"info": {"score": np.zeros(2)}},
+        "'info/score' expected a number, got float64[2]",
+    ),
+    "old API": (
+        (0, 0.0, False, {}),
+        "'step()' expected (observation, reward, terminated, truncated, info), "
+        "got a tuple of 4",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("space", "values", "expected"),
+    [
+        (gym.spaces.Discrete(5, start=-2), [-2, 2, 3], "expected -2 to 2, got 3"),
+        (
+            gym.spaces.MultiDiscrete([5, 3]),
+            [np.array([0, 2]), np.array([4, 0]), np.array([0, 3])],
+            "expected [0, 0] to [4, 2], got [0, 3]",
+        ),
+    ],
+    ids=["Discrete", "MultiDiscrete"],
+)
+def test_a_value_out_of_range_fails_the_environment_and_is_named(
+    space, values, expected
+):
+    """It may be an accident: other than a wrong shape it does not end the run."""
+
+    class Scripted(gym.Env):
+        observation_space = gym.spaces.Dict(x=space)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            self.left = iter(values)
+            return {"x": next(self.left)}, {}
+
+        def step(self, action):
+            return {"x": next(self.left)}, 0.0, False, False, {}
+
+    envs = Environments(Scripted, 1, seed=3)
+    rows = empty_rows(envs, 1)
+    envs.reset(rows)
+    envs.step(np.zeros(1, np.int64), rows)
+    with pytest.raises(EnvError) as error:
+        envs.step(np.zeros(1, np.int64), rows)
+    assert "step 2: 'observation/x' " + expected in str(error.value)
+
+
+@pytest.mark.parametrize("violation", VIOLATIONS)
+def test_a_broken_spec_is_named_with_env_step_expected_and_got(violation):
+    entry, message = VIOLATIONS[violation]
+    with pytest.raises(EnvSpecError) as caught:
+        step_until_error(Scripted(None, entry), info_keys=("score",))
+    assert str(caught.value) == f"env 5 (Scripted) step 2: {message}"

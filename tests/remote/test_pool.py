@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the learner's main loop says about the actor pool."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import libtorchbeast
+from core.algorithm.counters import BusyTime
+from core.errors import StallError
+from core.remote import pool
+
+
+def stats(**changes):
+    """What `ActorPool.stats` says of three streams, in part."""
+    return {
+        "connected": 3,
+        "states": ["waiting_for_env", "receiving", "waiting_for_env"],
+        "waiting_s": [5.0, 0.0, 7.0],
+        **dict.fromkeys(["received", "reconnects", "discarded", "batch_fill"], 0),
+        "addresses": {"a": {"steps": 0, "env_s": 0.0}},
+        **changes,
+    }
+
+
+def test_lost_contact_is_said_again_and_again_until_there_is_one(monkeypatch, caplog):
+    now = 1000.0
+    monkeypatch.setattr(pool.time, "monotonic", lambda: now)
+    contact = pool.Contact(SimpleNamespace(server_addresses=None))
+    assert not contact.is_lost(stats(), "")
+    for _ in range(2):  # The second loss is like the first.
+        caplog.clear()
+        assert contact.is_lost(stats(connected=0), "a: refused")
+        now += pool.NO_SERVER_S
+        assert contact.is_lost(stats(connected=0), "a: refused")
+        assert not caplog.records
+        for _ in range(2):
+            now += pool.NO_SERVER_S + 1
+            assert contact.is_lost(stats(connected=0), "b: reset")
+        assert ["b: reset" in r.message for r in caplog.records] == [True, True]
+        now += 1
+        assert not contact.is_lost(stats(connected=1), "b: reset")
+
+
+def test_lost_contact_for_a_certificate_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(pool, "NO_SERVER_S", 0)
+    seen = []
+    monkeypatch.setattr(pool.tls, "diagnose", lambda *args: seen.append(args))
+    flags = SimpleNamespace(server_addresses=["a:1", "a:12"], tls_dir="certs")
+    event = "a:12 (incarnation 3), step 7: Socket closed"
+    contact = pool.Contact(flags)
+    assert contact.is_lost(stats(connected=0), event)
+    assert contact.is_lost(stats(connected=0), event)
+    assert caplog.records[-1].message.endswith("said: " + event)
+    monkeypatch.setattr(pool.tls, "diagnose", lambda *args: "it hangs up")
+    assert contact.is_lost(stats(connected=0), event)
+    assert caplog.records[-1].message.endswith(f"said: {event}; it hangs up")
+    assert seen == [("a:12", "certs")]
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({}, "the environment server c, which has not answered for 7 s (streams: "),
+        ({"connected": 0}, "environment servers, none of which is connected"),
+        ({"states": ["waiting_for_inference", "receiving"]}, "inference"),
+        ({"states": ["waiting_for_room", "waiting_for_inference"]}, "the learner"),
+    ],
+)
+def test_what_a_run_waits_for_is_named(changes, named):
+    queue = libtorchbeast.BatchingQueue()
+    text = pool.describe_wait(stats(**changes), ["a", "b", "c"], queue)
+    assert text.startswith(named)
+
+
+class FakeServers:
+    """Servers that this program has started, and that are always well."""
+
+    restarts = 0
+
+    def check(self, received):
+        pass
+
+
+@pytest.mark.parametrize(
+    "servers, connected, is_stall",
+    [(None, 0, False), (None, 3, True), (FakeServers(), 0, True)],
+)
+def test_only_servers_elsewhere_may_be_away_for_longer_than_the_stall_timeout(
+    monkeypatch, servers, connected, is_stall
+):
+    now = 1000.0
+    monkeypatch.setattr(pool.time, "monotonic", lambda: now)
+    flags = SimpleNamespace(
+        stall_timeout_s=10.0, on_stall="stop", server_addresses=None
+    )
+    learner = SimpleNamespace(step=7, busy=BusyTime())
+    actors = SimpleNamespace(stats=lambda: stats(connected=connected), take_events=list)
+    queue = libtorchbeast.BatchingQueue()
+    watch = pool.PoolWatch(flags, learner, actors, queue, ["a", "b", "c"], servers)
+    try:
+        assert watch.tick()["streams"] == connected
+        now += 11.0
+        if is_stall:
+            with pytest.raises(StallError, match="at step 7, waiting for .*environm"):
+                watch.tick()
+        else:
+            watch.tick()
+    finally:
+        watch.close()
+
+
+def test_the_columns_are_the_median_and_the_slowest_of_the_servers():
+    server = {"steps": 1, "env_s": 0.0}
+    addresses = {
+        "a": {**server, "p50_ms": 2.0, "p99_ms": 9.0},
+        "b": {**server, "p50_ms": 3.0, "p99_ms": 8.0},
+        "c": {**server, "p50_ms": 7.0, "p99_ms": 7.5},
+        "new": {**server, "steps": 0, "p50_ms": 99.0, "p99_ms": 99.0},
+    }
+    actors = SimpleNamespace(stats=lambda: stats(addresses=addresses))
+    flags = SimpleNamespace(stall_timeout_s=10.0, on_stall="stop")
+    queue = libtorchbeast.BatchingQueue()
+    watch = pool.PoolWatch(flags, None, actors, queue, ["a", "b", "c"], None)
+    row = watch.columns()
+    assert (row["env_step_p50_ms"], row["env_step_p99_ms"]) == (3.0, 9.0)
+    assert "server_restarts" not in row and "inference_batch" not in row

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor of the server processes. The program around it: test_servers."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import polybeast_env
+from core.remote import supervisor
+from core.running.signals import StopSignal
+from tests.conftest import DEADLINE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def folder():
+    """A folder with a short name: the path of a unix socket holds about 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tb") as folder:
+        yield folder
+
+
+def create_no_server(flags, address, progress):
+    raise AssertionError("no server is started")
+
+
+@pytest.mark.parametrize(
+    "argv, num_cores, expected",
+    [
+        (["--num_servers", "3"], 3, [1, 4, 6]),
+        (["--num_servers", "6"], 3, [1, 4, 6]),
+        (["--num_servers", "4"], 3, []),
+        (["--num_servers", "1"], 3, []),
+        (["--num_servers", "3"], 1, []),
+        (["--num_servers", "3", "--with_parent"], 3, []),
+    ],
+)
+def test_servers_keep_to_cores_that_are_theirs(monkeypatch, argv, num_cores, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {6, 1, 4}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", None, raising=False)
+    monkeypatch.setattr(supervisor, "num_cores", lambda: num_cores)
+    flags = polybeast_env.parse_flags(["--env", "Catch", *argv])
+    assert supervisor.own_cores(flags) == expected
+
+
+def test_sockets_of_servers_that_could_not_say_they_listen_are_removed(folder):
+    sockets = Path(folder, "sockets")
+    argv = ["--env", "Catch", "--pipes_basename", f"unix:{sockets}/s"]
+    for more, left in ([], True), (["--remove_folder"], False):
+        sockets.mkdir(exist_ok=True)
+        (sockets / "s.0").touch()  # Without the flag it may be another program's.
+        flags = polybeast_env.parse_flags([*argv, *more])
+        with supervisor.Servers(
+            flags, create_no_server, [f"unix:{sockets}/s.0"], StopSignal()
+        ):
+            pass
+        assert sockets.exists() == left
+
+
+JUST_STARTED = """
+import sys
+import polybeast_env
+from core.remote.supervisor import Servers
+from core.running.signals import StopSignal
+
+address = f"unix:{sys.argv[1]}/s"
+flags = polybeast_env.parse_flags(["--env", "Catch", "--server_address", address])
+with StopSignal() as stop:
+    for _ in range(10):
+        with Servers(flags, polybeast_env.create_server, [address], stop) as servers:
+            servers.poll(0.0)
+            process = servers.slots[0].process
+        print(process.exitcode)
+"""
+
+
+def test_servers_that_have_just_started_need_not_be_killed(folder):
+    """They are forked with the supervisor's handlers, which swallowed their SIGTERM."""
+    pytest.importorskip("grpc", reason="pip install grpcio")
+    done = subprocess.run(
+        [sys.executable, "-c", JUST_STARTED, folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    statuses = set(map(int, done.stdout.split()))
+    assert statuses and statuses <= {0, -signal.SIGTERM}, done.stdout + done.stderr

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools.publish: a small checkpoint, with which others play and train on."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import monobeast
+from core.running import checkpoint
+from tools import publish
+
+PLAY = Path(__file__).parents[2] / "results" / "play"
+SERIAL = ["--serial", "--num_actors", 1, "--envs_per_actor", 2, "--batch_size", 2]
+
+
+@pytest.fixture(scope="module")
+def runs(start_for_module):
+    """Return a folder of runs; `x` is one that has caught its ball for a while."""
+    start, runs = start_for_module
+    flags = [*SERIAL, "--env", "Catch", "--xpid", "x", "--total_steps", 400]
+    assert (program := start(*flags)).wait() == 0, program.text()
+    return runs
+
+
+@pytest.fixture(scope="module")
+def published(runs):
+    publish.main([str(runs / "x"), str(runs / "small")])
+    return runs / "small"
+
+
+def test_only_the_weights_are_published_in_half_precision(runs, published, capsys):
+    (path,) = (published / "checkpoints").iterdir()
+    original = checkpoint.load(runs / "x" / "checkpoints")
+    found = checkpoint.load(published / "checkpoints")
+    assert found.step == original.step == 400
+    assert found.tensors.keys() == {"model"}
+    for name, tensor in original.tensors["model"].items():
+        assert found.tensors["model"][name].equal(tensor.half())
+    assert found.state == {
+        "flags": {"env": "Catch", "model": "auto", "use_lstm": False}
+    }
+    assert path.stat().st_size < original.path.stat().st_size / 3
+    publish.main([str(runs / "x"), str(published)])  # Again, over it.
+    assert re.search(rf"{path}: 0\.\d\d MB", capsys.readouterr().out)
+
+
+def test_it_plays_as_what_it_was_made_of(start_for_module, runs, published):
+    start, _ = start_for_module
+    results = []
+    for xpid in ("x", "small"):
+        flags = ["--mode", "test", "--xpid", xpid, "--greedy", "--seed", 1]
+        program = start(*flags, "--env", "Catch", "--num_episodes", 20)
+        assert program.wait() == 0, program.text()
+        results.append(json.loads(program.text().splitlines()[-1]))
+    first, second = ({k: v for k, v in r.items() if k != "csv"} for r in results)
+    assert first == second
+
+
+def test_training_goes_on_from_its_weights(start_for_module, runs, published):
+    start, _ = start_for_module
+    flags = [*SERIAL, "--env", "Catch", "--xpid", "new", "--total_steps", 40]
+    program = start(*flags, "--init_from", published, "--learning_rate", 1e-9)
+    assert program.wait() == 0, program.text()
+    new = checkpoint.load(runs / "new" / "checkpoints").tensors["model"]
+    old = checkpoint.load(published / "checkpoints").tensors["model"]
+    for name, tensor in new.items():
+        assert tensor.dtype == torch.float32
+        assert torch.allclose(tensor, old[name].float(), atol=1e-6), name
+
+
+def skip_if_net_was_edited(name):
+    """A fork has edited MonoBeast's Net or create_env, and keeps our agents."""
+    found = checkpoint.load(PLAY / name / "checkpoints")
+    flags = monobeast.parse_flags([])
+    vars(flags).update(found.state["flags"])
+    net = monobeast.create_net(flags, monobeast.read_spaces(flags))
+    try:
+        checkpoint.weights_for(net, found)
+    except checkpoint.CheckpointMismatch as error:
+        pytest.skip(f"the weights are not of the Net in monobeast.py: {error}")
+
+
+@pytest.mark.parametrize(
+    "name, games, least", [("pong", 1, 10), ("minatar-breakout", 5, 10)]
+)
+def test_the_agents_in_this_repository_play(start, tmp_path, name, games, least):
+    skip_if_net_was_edited(name)
+    shutil.copytree(PLAY / name, tmp_path / "runs" / name)
+    (path,) = (PLAY / name / "checkpoints").iterdir()
+    assert path.stat().st_size < 5e6
+    program = start(
+        "--mode", "test", "--xpid", name, "--num_episodes", games, "--seed", 1
+    )
+    assert program.wait() == 0, program.text()
+    assert json.loads(program.text().splitlines()[-1])["mean_return"] >= least
+
+
+def test_a_run_without_a_checkpoint_is_told(tmp_path):
+    with pytest.raises(SystemExit, match="no checkpoint"):
+        publish.main([str(tmp_path), str(tmp_path / "out")])

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/reliability.md names tests that exist for every fault, and every status."""
+
+import re
+from pathlib import Path
+
+from core.errors import Exit
+
+REPOSITORY = Path(__file__).parents[2]
+TEXT = (REPOSITORY / "docs" / "reliability.md").read_text()
+NAMED = re.compile(r"`([\w/]+\.(?:py|cc))::(\w+)`")
+
+
+def test_every_test_that_is_named_exists():
+    named = NAMED.findall(TEXT)
+    assert len(named) > 100
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not re.search(
+            rf"^def {name}\(" if file.endswith(".py") else rf"^TEST\({name}\)",
+            (REPOSITORY / file).read_text(),
+            re.MULTILINE,
+        )
+    ]
+    assert missing == []
+
+
+def test_every_fault_has_a_row_with_a_test():
+    rows = re.findall(r"^\| (\d+) \| .* \| .* \| (.*) \|$", TEXT, re.MULTILINE)
+    assert [int(number) for number, _ in rows][:39] == list(range(1, 40))
+    for number, tests in rows[:39]:
+        assert NAMED.search(tests), number
+
+
+def test_every_exit_status_is_explained():
+    for status in Exit:
+        assert re.search(rf"^\| {int(status)} \| \w", TEXT, re.MULTILINE), status

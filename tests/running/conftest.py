@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared helpers: rows of log files, child processes, the root logger as before."""
+
+import csv
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from core.running import logs
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 30.0  # Of every wait for another thread or process.
+
+COLUMNS = (
+    "step,frames,time_s,sps,mean_episode_return,mean_episode_step,games,"
+    "best_mean_return,mean_life_return,total_loss,pg_loss,baseline_loss,entropy_loss,"
+    "entropy,mean_rho,grad_norm,learning_rate,updates,skipped_updates,policy_lag_mean,"
+    "policy_lag_max,stale_rollouts,buffers_full,learner_busy,inference_busy,env_busy,gpu_utilization,"
+    "actor_restarts,rollouts_discarded,"
+    "streams,server_restarts,reconnects,steps_discarded,learner_queue,inference_batch,"
+    "env_step_p50_ms,env_step_p99_ms,rss_mb"
+).split(",")
+
+
+@pytest.fixture(autouse=True)
+def root_logger_as_before():
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    logging.captureWarnings(False)
+
+
+def read_rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(run_dir, steps, **options):
+    with logs.RunLog(run_dir, **options) as run_log:
+        for step in steps:
+            run_log.log({"step": step, "frames": 4 * step, "sps": step / 7})
+
+
+def steps_of(run_dir, name="logs.csv"):
+    return [int(row["step"]) for row in read_rows(run_dir / name)]
+
+
+def run_child(code, *args, **options):
+    """Run Python code, after PRELUDE, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + code, *map(str, args)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        **options,
+    )
+
+
+def run_python(code):
+    """Run Python code in a fresh interpreter at the root of the repository."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+PRELUDE = """
+import logging, os, resource, signal, sys
+from pathlib import Path
+from core.running import folder, log_setup, logs, status_line
+"""
+
+
+def read_events(run_dir):
+    from tensorboard.backend.event_processing import event_accumulator
+
+    events = event_accumulator.EventAccumulator(
+        str(run_dir / "tensorboard"), size_guidance={"scalars": 0}
+    )
+    events.Reload()
+    return events
+
+
+def event_steps(run_dir):
+    tags = read_events(run_dir).Tags()["scalars"]
+    (tag,) = (tag for tag in tags if tag in ("train/sps", "train/entropy"))
+    return [event.step for event in read_events(run_dir).Scalars(tag)]

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test mode: full games and their returns by arithmetic, the table, the videos."""
+
+import csv
+import functools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from core.environments.stepping import Environments, env_seed
+from core.environments.toys import Catch
+from core.running import evaluation
+from core.running.evaluation import Game
+from tests import counting_env
+from tests.counting_env import LIVES, LIVES_PER_GAME, NESTED, TRUNCATING, Place
+
+SEED, NUM_GAMES = 11, 7
+KINDS = {
+    "plain": 0,
+    "truncating": TRUNCATING,
+    "lives": LIVES,
+    "lives and truncating": LIVES | TRUNCATING,
+    "nested": NESTED | TRUNCATING,
+}
+
+
+def choose(place):
+    return (place.step + 2 * place.game + place.life) % counting_env.NUM_ACTIONS
+
+
+class Policy:
+    """Acts by what the observation says, and writes down all it is shown."""
+
+    def __init__(self):
+        self.places = []
+        self.done = []
+        self.states = []
+
+    def __call__(self, row, state):
+        observation = row["observation"]
+        if isinstance(observation, dict):
+            observation = observation["code"]
+        place = counting_env.decode(observation[0])
+        self.places.append(place)
+        self.done.append(bool(row["done"][0]))
+        self.states.append(state)
+        return np.array([choose(place)]), state + 1
+
+
+def make_envs(kind, **options):
+    make = functools.partial(counting_env.CountingEnv, kind)
+    return Environments(make, 1, seed=SEED, **options)
+
+
+def play(kind, num_games=NUM_GAMES, **options):
+    envs, policy = make_envs(kind, **options), Policy()
+    games = list(evaluation.play(envs, policy, 0, num_games=num_games))
+    envs.close()
+    return games, policy
+
+
+def play_by_arithmetic(place):
+    """Return what a game from its first place must be, and the next game's place."""
+    life_returns, steps, game = [], 0, place.game
+    while place.game == game:
+        life_returns.append(0.0)
+        for step in range(place.length()):
+            before = place._replace(step=step)
+            after = place._replace(step=step + 1)
+            life_returns[-1] += after.reward(choose(before))
+            steps += 1
+        place = place.next_episode()
+    return Game(sum(life_returns), steps, life_returns), place
+
+
+def first_place(kind, game=0):
+    return Place(env_seed(SEED, 0, 0, game), game=0, life=0, step=0, kind=kind)
+
+
+# ------------------------------------------------------------------------------- play
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_full_games_have_the_returns_and_lengths_of_arithmetic(kind):
+    games, _ = play(kind)
+    expected, place = [], first_place(kind)
+    for _ in range(NUM_GAMES):
+        game, place = play_by_arithmetic(place)
+        expected.append(game)
+    assert games == expected
+
+
+def test_games_that_begin_with_seeds_of_their_own_do_too():
+    games, _ = play(LIVES | TRUNCATING, seed_every_game=True)
+    expected = [
+        play_by_arithmetic(first_place(LIVES | TRUNCATING, game))[0]
+        for game in range(NUM_GAMES)
+    ]
+    assert games == expected
+
+
+def test_a_game_with_lives_is_the_sum_of_its_episodes():
+    games, _ = play(LIVES)
+    for game in games:
+        assert len(game.life_returns) == LIVES_PER_GAME
+        assert game.game_return == sum(game.life_returns)
+
+
+def test_the_kinds_above_do_end_games_in_both_ways():
+    place, cut = first_place(TRUNCATING), []
+    for _ in range(NUM_GAMES):
+        cut.append(place.is_cut())
+        place = place.next_episode()
+    assert 1 < sum(cut) < NUM_GAMES - 1
+
+
+@pytest.mark.parametrize("num_games", [1, 2, 5])
+def test_as_many_games_are_played_as_asked_for(num_games):
+    games, _ = play(TRUNCATING, num_games)
+    assert len(games) == num_games
+
+
+def test_a_game_is_reported_before_the_next_one_is_played():
+    policy, num_actions = Policy(), []
+    for game in evaluation.play(make_envs(0), policy, 0, num_games=3):
+        num_actions.append((len(policy.places), game.steps))
+    assert num_actions[0][0] == num_actions[0][1]
+    assert num_actions[1][0] == num_actions[0][1] + num_actions[1][1]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_policy_sees_every_row_once_and_done_where_episodes_begin(kind):
+    _, policy = play(kind)
+    place, expected = first_place(kind), []
+    while len(expected) < len(policy.places):
+        # The final observation of a cut episode is a row too: its action is not taken.
+        num_rows = place.length() + place.is_cut()
+        expected += [place._replace(step=step) for step in range(num_rows)]
+        place = place.next_episode()
+    assert policy.places == expected[: len(policy.places)]
+    assert policy.done == [place.step == 0 for place in policy.places]
+
+
+def test_the_recurrent_state_goes_from_row_to_row():
+    _, policy = play(LIVES | TRUNCATING)
+    assert policy.states == list(range(len(policy.states)))
+
+
+# ----------------------------------------------------------------------------- report
+
+GAMES = [Game(1.0, 5, [1.0]), Game(2.0, 7, [0.5, 1.5]), Game(6.0, 15, [4.0, 0.0, 2.0])]
+
+
+@pytest.fixture
+def reported(tmp_path, capsys):
+    """Report GAMES; return the result, the lines printed, and the rows of the table."""
+    settings = {"env": "Pong", "seed": 3}
+    result = evaluation.report(iter(GAMES), tmp_path, step=1234, settings=settings)
+    (path,) = tmp_path.glob("test-*.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return result, capsys.readouterr().out.splitlines(), rows, path
+
+
+def test_the_result_is_that_of_arithmetic(reported):
+    result, _, _, path = reported
+    assert result == {
+        "episodes": 3,
+        "mean_return": 3.0,
+        # Deviations -2, -1, 3: variance 14 / (3 - 1) = 7.
+        "stderr": pytest.approx(math.sqrt(7 / 3)),
+        "min": 1.0,
+        "max": 6.0,
+        "mean_life_return": 1.5,
+        "mean_steps": 9.0,
+        "step": 1234,
+        "csv": str(path),
+        "env": "Pong",
+        "seed": 3,
+    }
+
+
+def test_the_last_line_is_the_result_as_one_json_object(reported):
+    result, lines, _, _ = reported
+    assert json.loads(lines[-1]) == result
+
+
+def test_the_table_has_a_row_for_each_game(reported):
+    _, _, rows, _ = reported
+    assert list(rows[0]) == ["game", "return", "steps", "episodes", "mean_life_return"]
+    numbers = [[float(value) for value in row.values()] for row in rows]
+    assert numbers == [[0, 1, 5, 1, 1], [1, 2, 7, 2, 1], [2, 6, 15, 3, 2]]
+
+
+def test_each_game_and_the_summary_are_printed(reported):
+    _, lines, _, _ = reported
+    assert len(lines) == len(GAMES) + 2
+    assert "return 6 in 15 steps, 3 episode(s) of mean return 2" in lines[2]
+    for part in ("3 full games", "mean return 3.00 +- 1.53", "min 1", "max 6"):
+        assert part in lines[3]
+    assert "per life 1.50" in lines[3]
+
+
+def test_a_game_is_in_the_table_as_soon_as_it_is_over(tmp_path):
+    num_rows = []
+
+    def games():
+        for game in GAMES:
+            yield game
+            (path,) = tmp_path.glob("test-*.csv")
+            num_rows.append(len(path.read_text().splitlines()) - 1)
+
+    evaluation.report(games(), tmp_path, step=0, settings={})
+    assert num_rows == [1, 2, 3]
+
+
+def test_one_game_has_no_spread(tmp_path, capsys):
+    result = evaluation.report(iter(GAMES[2:]), tmp_path, step=0, settings={})
+    assert (result["episodes"], result["mean_return"]) == (1, 6.0)
+    assert result["stderr"] == 0.0
+
+
+def test_report_and_play_go_together(tmp_path, capsys):
+    games, _ = play(LIVES)
+    playing = evaluation.play(make_envs(LIVES), Policy(), 0, num_games=NUM_GAMES)
+    result = evaluation.report(playing, tmp_path, step=0, settings={})
+    assert result["mean_return"] == np.mean([game.game_return for game in games])
+    assert result["episodes"] == NUM_GAMES
+
+
+# ----------------------------------------------------------------------------- videos
+
+
+def test_a_video_shows_each_observation_that_was_acted_on(tmp_path, capsys):
+    imageio = pytest.importorskip("imageio.v3")
+    pytest.importorskip("imageio_ffmpeg")
+    shown = []
+
+    class Watched(Catch):
+        def render(self):
+            shown.append(super().render())
+            return shown[-1]
+
+    envs = Environments(lambda: Watched(render_mode="rgb_array"), 1, seed=SEED)
+    stay = np.array([1])
+    games = list(
+        evaluation.play(
+            envs,
+            lambda row, state: (stay, state),
+            None,
+            num_games=2,
+            video_dir=tmp_path / "new" / "video",
+        )
+    )
+    envs.close()
+    paths = sorted((tmp_path / "new" / "video").iterdir())
+    assert [path.name for path in paths] == ["game-000.mp4", "game-001.mp4"]
+    assert capsys.readouterr().out.splitlines() == [f"Wrote {p}" for p in paths]
+    films = [imageio.imread(path, plugin="FFMPEG") for path in paths]
+    assert [len(film) for film in films] == [game.steps for game in games] == [9, 9]
+    film, expected = np.concatenate(films), np.stack(shown)
+    assert film.shape == expected.shape  # Not rescaled.
+    errors = np.abs(film.astype(int) - expected.astype(int)).mean(axis=(1, 2, 3))
+    differences = np.abs(np.diff(expected.astype(int), axis=0)).mean(axis=(1, 2, 3))
+    assert errors.max() < differences.min() / 2  # Nearer to its own than to the next.

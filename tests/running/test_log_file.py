@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log files on a disk that is full or hangs."""
+
+import contextlib
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+from core.running import log_file, log_setup, logs
+from tests.conftest import wait_until
+from tests.running.conftest import (
+    event_steps,
+    read_rows,
+    run_child,
+    steps_of,
+)
+
+FULL_DISK = """
+run_dir = Path(sys.argv[1])
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+with log_setup.setup_logging(run_dir), logs.RunLog(run_dir) as run_log:
+    run_log.log({"step": 1, "entropy": 0.5})
+    # A file may grow by 17 bytes more: the disk fills up in the middle of a row.
+    size = max((run_dir / "logs.csv").stat().st_size, 200) + 17
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    for step in range(2, 7):
+        run_log.log({"step": step, "entropy": 0.5})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torn = (run_dir / "logs.csv").read_text()
+    run_log.log({"step": 7, "entropy": 0.5})
+    print(run_log.failed_writes, torn.endswith("\\n"))
+"""
+
+
+def test_a_full_disk_delays_rows_but_loses_and_doubles_none(tmp_path):
+    child = run_child(FULL_DISK, tmp_path)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout == "5 False\n"  # It was full, and in the middle of a row.
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    assert event_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_full_disk_is_warned_about_once(tmp_path):
+    child = run_child(FULL_DISK, tmp_path)
+    for text in (child.stderr, (tmp_path / "out.log").read_text()):
+        assert text.count("Cannot write to") == 1
+        assert "Rows that waited: 5, rows lost: 0." in text
+
+
+def test_what_waits_for_the_disk_is_bounded_and_the_rest_counted(monkeypatch):
+    monkeypatch.setattr(log_file, "MAX_WAITING_BYTES", 11)
+    file = log_file.LogFile(Path("/dev/full"))
+    for _ in range(5):
+        file.write(b"seven..")
+    assert isinstance(file.error, OSError)
+    assert file.lost == 3
+    assert file._waiting == 2 * b"seven.."
+    file.close()
+
+
+def test_rows_that_never_reach_the_disk_are_reported_at_the_end(tmp_path, caplog):
+    run_log = logs.RunLog(tmp_path)
+    run_log._csv.close()
+    run_log._csv.__init__(Path("/dev/full"))
+    run_log.log({"step": 1})
+    run_log.close()
+    assert "The end of /dev/full is lost" in caplog.text
+
+
+class Pipe:
+    """A file's place taken by a pipe that somebody has open and does not read."""
+
+    def __init__(self, path):
+        os.mkfifo(path)
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self.size = fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, 4096)
+
+    def read(self):
+        """Read all that is there."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._fd, 1 << 20)
+        return b""
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path):
+    pipe = Pipe(tmp_path / "pipe")
+    file = log_file.LogFile(tmp_path / "pipe")
+    file.start()
+    data = b"".join(b"%7d\n" % i for i in range(2 * pipe.size // 8))
+    for i in range(0, len(data), 8):
+        file.write(data[i : i + 8])
+    assert isinstance(file.error, TimeoutError)
+    assert file.lost == 0
+    read = bytearray()
+
+    def has_arrived() -> bool:  # Whole, once, in order.
+        read.extend(pipe.read())
+        return len(read) >= len(data)
+
+    wait_until(has_arrived)
+    assert read == data
+    file.write(b"more\n")
+    wait_until(lambda: file.error is None)
+    file.close()
+    assert pipe.read().endswith(b"more\n")
+
+
+def test_a_pipe_that_nobody_reads_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_file, "CLOSE_S", 0.01)
+    monkeypatch.setattr(log_file, "MAX_WAITING_BYTES", 7000)
+    pipe = Pipe(tmp_path / "pipe")
+    file = log_file.LogFile(tmp_path / "pipe")
+    file.start()
+    file.write(bytes(2 * pipe.size))
+    for _ in range(9):
+        file.write(bytes(1000))
+    assert file.lost == 2
+    file.close()
+    assert isinstance(file.error, TimeoutError)
+    pipe.read()  # Or its thread would wait for ever.
+
+
+def test_logs_that_hang_are_warned_about_and_rows_are_not_held_up(tmp_path, capsys):
+    pipe = Pipe(tmp_path / "out.log")
+    with log_setup.setup_logging(tmp_path), logs.RunLog(tmp_path) as run_log:
+        run_log.log({"step": 1})
+        logging.getLogger().warning("x" * 2 * pipe.size)
+        for step in (2, 3):
+            run_log.log({"step": step})
+        assert [row["step"] for row in read_rows(tmp_path / "logs.csv")] == list("123")
+        assert capsys.readouterr().err.count("Cannot write to") == 1
+        pipe.read()
+        wait_until(lambda: not run_log._out_logs[0].error or pipe.read() is None)
+        run_log.log({"step": 4})
+        assert "works again" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log records go to stderr and to out.log."""
+
+import logging
+import re
+import warnings
+
+import pytest
+
+from core.running import log_setup
+
+
+def test_records_go_to_stderr_and_are_appended_to_out_log(tmp_path, capsys):
+    for text in ("first start", "second start"):
+        with log_setup.setup_logging(tmp_path):
+            logging.getLogger("some.module").info(text)
+            logging.debug("not shown")
+    lines = (tmp_path / "out.log").read_text().splitlines()
+    assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", x) for x in lines] == [
+        "INFO    first start",
+        "INFO    second start",
+    ]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_setting_up_twice_shows_a_record_once(tmp_path, capsys):
+    outer = log_setup.setup_logging(tmp_path)
+    with log_setup.setup_logging(tmp_path):
+        logging.info("once")
+    outer.close()
+    assert capsys.readouterr().err.count("once") == 1
+    assert (tmp_path / "out.log").read_text().count("once") == 1
+
+
+def test_closing_leaves_the_root_logger_as_it_was(tmp_path):
+    root = logging.getLogger()
+    before = list(root.handlers), root.level, warnings.showwarning
+    with log_setup.setup_logging(tmp_path, verbose=True):
+        assert root.level == logging.DEBUG
+    assert (list(root.handlers), root.level, warnings.showwarning) == before
+
+
+def test_without_a_run_directory_records_go_to_stderr_only(capsys):
+    with log_setup.setup_logging(None):
+        logging.warning("hello")
+    assert capsys.readouterr().err.endswith("WARNING hello\n")
+
+
+def test_warnings_are_in_out_log(tmp_path):
+    with log_setup.setup_logging(tmp_path):
+        warnings.warn("a shape changed", stacklevel=1)
+    assert "a shape changed" in (tmp_path / "out.log").read_text()
+
+
+def test_the_exception_that_ends_a_run_is_in_out_log(tmp_path, capsys):
+    def broken():
+        raise FloatingPointError("the loss is not finite")
+
+    with pytest.raises(FloatingPointError):
+        with log_setup.setup_logging(tmp_path):
+            broken()
+    text = (tmp_path / "out.log").read_text()
+    assert "FloatingPointError: the loss is not finite" in text
+    assert "in broken" in text
+    assert capsys.readouterr().err == ""  # The program itself shows it, as the last.

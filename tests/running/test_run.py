@@ -1,0 +1,660 @@
+# SPDX-License-Identifier: Apache-2.0
+"""core.running.run: a new run with the weights of another, whoever wrote them."""
+
+import csv
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import monobeast
+from core.algorithm import counters, losses
+from core.algorithm.dry_run import zero_rows
+from core.algorithm.update import Learner
+from core.environments.toys import Catch
+from core.errors import ConfigError, Exit
+from core.nests import Nest, map_nest
+from core.running import checkpoint, program, run
+from core.running.checkpoint import CheckpointError
+from tests.conftest import DEADLINE_S, wait_until
+
+SIZES = ["--batch_size", "5", "--unroll_length", "10", "--envs_per_actor", "5"]
+
+
+def wide_env() -> gym.Env:
+    """Catch with another action and a wider board."""
+    env = Catch()
+    env.observation_space = gym.spaces.Box(0.0, 1.0, (10, 7), np.float32)
+    env.action_space = gym.spaces.Discrete(5)
+    return env
+
+
+def make_run(savedir: Path, *flags: str, xpid: str = "x") -> run.Run:
+    parsed = monobeast.parse_flags(
+        ["--savedir", str(savedir), "--xpid", xpid, "--env", "Catch", *SIZES, *flags]
+    )
+    (savedir / xpid).mkdir(exist_ok=True)
+    spaces = monobeast.read_spaces(parsed)
+    learner = monobeast.create_learner(parsed, spaces)
+    return run.Run(
+        parsed,
+        savedir / xpid,
+        learner,
+        SimpleNamespace(received=None),
+        frames_per_step=1,
+    )
+
+
+def weights(a_run: run.Run) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in a_run.learner.net.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def _old(tmp_path_factory) -> Path:
+    savedir = tmp_path_factory.mktemp("old")
+    old = make_run(savedir, xpid="old")
+    for step in (100, 200):
+        old.learner.step = step
+        with torch.no_grad():
+            old.learner.net.baseline.bias.fill_(float(step))
+        with old.open():
+            pass
+    return savedir
+
+
+@pytest.fixture
+def savedir(_old, tmp_path) -> Path:
+    """Return a folder with a run named old: checkpoints of steps 100 and 200."""
+    shutil.copytree(_old, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def newest(savedir: Path) -> Path:
+    return savedir / "old" / "checkpoints" / "step-000000000200.safetensors"
+
+
+@pytest.mark.parametrize("name", ["old", "path", "checkpoints", "step", "older"])
+def test_a_new_run_begins_with_the_weights_of_another_and_nothing_else(savedir, name):
+    place = {
+        "old": "old",
+        "path": savedir / "old",
+        "checkpoints": savedir / "old" / "checkpoints",
+        "step": newest(savedir),
+        "older": newest(savedir).with_name("step-000000000100.safetensors"),
+    }[name]
+    new = make_run(savedir, "--init_from", str(place), xpid="new")
+    assert new.resume() is None
+    step = 100.0 if name == "older" else 200.0
+    assert new.learner.net.baseline.bias.item() == step
+    assert (new.learner.step, new.learner.updates) == (0, 0)
+    assert not new.learner.optimizers[0].state
+    old = checkpoint.load_from(newest(savedir))
+    assert old is not None
+    if name != "older":
+        for key, tensor in weights(new).items():
+            assert torch.equal(tensor, old.tensors["model"][key]), key
+
+
+def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
+    caplog.set_level("INFO")
+    flags = ["--init_from", str(savedir / "elsewhere")]  # Which need not exist then.
+    assert (again := make_run(savedir, *flags, xpid="old")).resume() is not None
+    assert again.learner.step == 200
+    assert "--init_from" in caplog.text and "was for its beginning" in caplog.text
+
+
+# ---------------------------------------------------------------- logging and saving
+
+AT_ONCE = ["--log_interval_s", "0", "--checkpoint_interval_s", "0"]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Return an event that `checkpoint.save` waits for."""
+    gate, save = threading.Event(), checkpoint.save
+
+    def wait_and_save(*args, **options):
+        assert gate.wait(DEADLINE_S)
+        save(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "save", wait_and_save)
+    yield gate
+    gate.set()
+
+
+def steps_logged(a_run: run.Run) -> list[int]:
+    lines = (a_run.run_dir / "logs.csv").read_text().splitlines()[1:]
+    return [int(line.partition(",")[0]) for line in lines]
+
+
+def saved(a_run: run.Run) -> list[int]:
+    folder = a_run.run_dir / "checkpoints"
+    return sorted(int(path.stem.partition("-")[2]) for path in folder.glob("step-*"))
+
+
+def test_neither_an_update_nor_a_slow_disk_holds_up_who_logs(
+    tmp_path, gate, background
+):
+    a_run = make_run(tmp_path, *AT_ONCE)
+    with a_run.open():
+        learn(a_run)
+        with a_run.learner.lock:  # As the next update, a long one, does.
+            background(a_run.tick, {}).result(DEADLINE_S)
+            wait_until(lambda: steps_logged(a_run) == [50])
+        learn(a_run)
+        background(a_run.tick, {}).result(DEADLINE_S)
+        wait_until(lambda: steps_logged(a_run) == [50, 100])
+        assert saved(a_run) == []
+        gate.set()
+        wait_until(lambda: saved(a_run))
+        learn(a_run)
+    assert saved(a_run)[-1] == 150
+
+
+def test_what_logging_dies_of_ends_the_run(tmp_path):
+    a_run = make_run(tmp_path, *AT_ONCE)
+
+    def tick() -> bool:
+        a_run.tick({"my_gauge": "seven"})
+        return False
+
+    said = "column my_gauge was given 'seven', which is a str; expected a number"
+    with pytest.raises(ConfigError, match=said), a_run.open():
+        learn(a_run)
+        wait_until(tick)
+    assert saved(a_run) == [50]
+
+
+# ------------------------------------------------------------------------- optimizers
+
+
+def create_two_optimizers(flags, spaces) -> Learner:
+    """A fork's: the torso learns at a rate of its own, the baseline with Adam."""
+    net = monobeast.create_net(flags, spaces)
+    rmsprop = torch.optim.RMSprop(
+        [
+            {"params": net.policy.parameters()},
+            {"params": net.torso.parameters(), "lr": 1e-4, "eps": 0.5},
+        ],
+        lr=flags.learning_rate,
+        alpha=flags.alpha,
+        eps=flags.epsilon,
+        momentum=flags.momentum,
+    )
+    adam = torch.optim.Adam(net.baseline.parameters(), lr=0.003)
+    return Learner(flags, net, [rmsprop, adam])
+
+
+def random_rows() -> Nest:
+    """Return Catch's rows of 50 steps."""
+    B = 5
+    space = Catch().observation_space
+    rows = zero_rows(space, gym.spaces.Discrete(3), 11, B)
+    rows["observation"] = torch.randn(rows["observation"].shape)
+    rows |= {
+        "truncated": rows["done"],
+        "action": rows["last_action"],
+        "policy_logits": torch.randn(11, B, 3),
+        "policy_version": torch.zeros(11, B, dtype=torch.int64),
+        "episode_return": rows["reward"],
+        "info": {key: rows["reward"] * np.nan for key in ("game_return", "game_step")},
+    }
+    return rows
+
+
+def learn(a_run: run.Run, *, spoil: str | None = None) -> None:
+    """Do an update of 50 steps."""
+    learner = a_run.learner
+    gradient = learner.gradient
+
+    def spoiled(rows, state):
+        parts = gradient(rows, state)
+        if spoil is not None:
+            learner.net.get_parameter(spoil).grad[0] = np.inf
+        return parts
+
+    learner.gradient = spoiled
+    learner.update(random_rows(), ())
+    learner.gradient = gradient
+
+
+def test_the_ledger_tells_what_became_of_every_row(savedir, caplog):
+    caplog.set_level("INFO")
+    learner = (a_run := make_run(savedir, xpid="new")).learner
+    learn(a_run)
+    learn(a_run)
+    learn(a_run, spoil="policy.bias")
+    learner.step = 10**9  # Another thread has done the last update.
+    learner.update(map_nest(lambda x: x[:, :3], random_rows()), ())
+    others = {"discarded": 7, "in flight": 5}
+    run.check_ledger(learner, 192, others)
+    text = "100 learned + 0 stale + 80 unused + 7 discarded + 5 in flight"
+    assert caplog.messages[-1] == f"192 rows received = {text}"
+    with pytest.raises(
+        RuntimeError, match=f"191 .* = {re.escape(text)}: that does not"
+    ):
+        run.check_ledger(learner, 191, others)
+
+
+def rates(a_run: run.Run) -> list[float]:
+    return [
+        group["lr"]
+        for optimizer in a_run.learner.optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+@pytest.fixture
+def two_optimizers(monkeypatch):
+    monkeypatch.setattr(monobeast, "create_learner", create_two_optimizers)
+
+
+def test_the_schedule_scales_each_groups_own_rate(tmp_path, two_optimizers):
+    a_run = make_run(tmp_path, "--total_steps", "200", "--learning_rate", "0.002")
+    for share in (1.0, 0.75, 0.5):
+        learn(a_run)
+        assert rates(a_run) == [0.002 * share, 1e-4 * share, 0.003 * share]
+
+
+@pytest.mark.parametrize("spoil", ["policy.weight", "baseline.bias"])
+def test_one_gradient_that_is_not_finite_stops_every_optimizer(
+    tmp_path, two_optimizers, spoil
+):
+    a_run = make_run(tmp_path)
+    before = weights(a_run)
+    learn(a_run, spoil=spoil)
+    assert (a_run.learner.skipped, a_run.learner.updates) == (1, 0)
+    for key, tensor in weights(a_run).items():
+        assert torch.equal(tensor, before[key]), key
+    learn(a_run)
+    changed = {k for k, v in weights(a_run).items() if not torch.equal(v, before[k])}
+    assert {"policy.weight", "baseline.bias"} <= changed
+
+
+def test_every_optimizer_goes_on_bit_equal_from_a_checkpoint(tmp_path, two_optimizers):
+    whole = make_run(tmp_path)
+    learn(whole)
+    with whole.open():
+        pass
+    again = make_run(tmp_path)
+    assert again.resume() is not None
+    for a_run in (whole, again):
+        torch.manual_seed(3)
+        learn(a_run)
+    assert rates(again) == rates(whole)
+    for key, tensor in weights(again).items():
+        assert torch.equal(tensor, weights(whole)[key]), key
+
+
+def test_another_number_of_optimizers_is_told(tmp_path, monkeypatch):
+    with make_run(tmp_path).open():
+        pass
+    monkeypatch.setattr(monobeast, "create_learner", create_two_optimizers)
+    with pytest.raises(checkpoint.CheckpointMismatch, match="file 1, this run 2"):
+        make_run(tmp_path).resume()
+
+
+class CountingRMSprop(torch.optim.RMSprop):
+    """Keeps state in its groups' options, as schedule-free optimizers do."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group |= {"k": 0, "weight_sum": torch.zeros(())}
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"]
+            group["training"] = True
+        return super().step(closure)
+
+
+def test_what_training_changes_in_a_groups_options_goes_on(tmp_path, monkeypatch):
+    """Saved again before the first update, too."""
+    monkeypatch.setattr(torch.optim, "RMSprop", CountingRMSprop)
+    a_run = make_run(tmp_path)
+    learn(a_run)
+    with a_run.open():
+        learn(a_run)
+    expected = a_run.learner.optimizers[0].param_groups[0]["weight_sum"]
+    for flags in ([], OTHER):
+        a_run = make_run(tmp_path, *flags)
+        assert a_run.resume() is not None
+        with a_run.open():
+            pass
+        (group,) = a_run.learner.optimizers[0].param_groups
+        assert (group["k"], group["training"]) == (2, True)
+        assert torch.equal(group["weight_sum"], expected) and expected > 0
+    assert [group[k] for k in ("alpha", "eps", "momentum")] == [0.9, 0.1, 0.5]
+
+
+OTHER = ["--alpha", "0.9", "--epsilon", "0.1", "--momentum", "0.5"]
+
+
+def test_optimizer_flags_of_the_present_start_are_in_force(tmp_path, caplog):
+    caplog.set_level("INFO")
+    old = make_run(tmp_path, "--total_steps", "100")
+    learn(old)
+    with old.open():
+        pass
+    now = make_run(tmp_path, "--total_steps", "100", "--learning_rate", "0.01", *OTHER)
+    assert now.resume() is not None
+    (group,) = now.learner.optimizers[0].param_groups
+    assert [group[k] for k in ("alpha", "eps", "momentum")] == [0.9, 0.1, 0.5]
+    for line in ("alpha was 0.99 and is now 0.9", "initial_lr was 0.0006 and is now"):
+        assert f"  optimizer, group 0: {line}" in caplog.text
+    state = now.learner.optimizers[0].state[now.learner.net.policy.bias]
+    before, square = now.learner.net.policy.bias.clone(), state["square_avg"].clone()
+    learn(now)
+    assert rates(now) == [0.01 * 0.5]
+    # The step worked out by hand, with the averages of the checkpoint.
+    g = now.learner.net.policy.bias.grad
+    square = 0.9 * square + 0.1 * g.square()
+    expected = before - 0.005 * g / (square.sqrt() + 0.1)
+    torch.testing.assert_close(now.learner.net.policy.bias, expected)
+
+
+def test_a_groups_own_options_are_those_of_the_present_code(
+    tmp_path, two_optimizers, caplog
+):
+    caplog.set_level("INFO")
+    with make_run(tmp_path).open():
+        pass
+    now = make_run(tmp_path, *OTHER)
+    assert now.resume() is not None
+    first, second = now.learner.optimizers[0].param_groups
+    assert (first["eps"], second["eps"]) == (0.1, 0.5)
+    assert "group 0: eps was 0.01 and is now 0.1" in caplog.text
+    assert "group 1: eps was" not in caplog.text
+
+
+# ------------------------------------------------------------------- a fork's columns
+
+
+def test_what_a_fork_adds_to_the_loss_becomes_a_column(tmp_path, monkeypatch):
+    """Of groups of columns the sum; from [T, B], with a gradient, on its way."""
+    a_run = make_run(tmp_path)
+    gradient = a_run.learner.gradient
+    novelty = counters.Field("novelty_loss", "1", "error of the predictor")
+
+    def with_novelty(rows, state):
+        for part in gradient(rows, state):
+            error = torch.ones(rows["done"].shape, requires_grad=True)
+            yield part._replace(extra={novelty: error, "my_count": 3})
+
+    a_run.learner.gradient = lambda *args: list(with_novelty(*args))
+    monkeypatch.setattr(losses, "PIECE_BYTES", 5000)  # A row of Catch has 200 bytes.
+    with a_run.open():
+        learn(a_run)
+        a_run.log({"my_gauge": 7})
+    with open(tmp_path / "x" / "logs.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    n = len(list(gradient(random_rows(), ())))
+    assert n > 1
+    for name, expected in (("novelty_loss", 55 * n), ("my_count", 3 * n)):
+        assert float(row[name]) == expected
+    assert row["my_gauge"] == "7"
+    total, *parts = (
+        float(row[f"{name}_loss"]) for name in ("total", "pg", "baseline", "entropy")
+    )
+    assert total == pytest.approx(sum(parts), rel=1e-5)
+    assert 0 < float(row["entropy"]) <= np.log(3) and 0 < float(row["mean_rho"]) <= 1
+    assert "novelty_loss,1,error of the predictor" in (
+        (tmp_path / "x" / "fields.csv").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ("seven", "'seven', which is a str"),
+        ("7", "'7', which is a str"),
+        (None, "None, which is a NoneType"),
+        ({"a": 1}, "{'a': 1}, which is a dict"),
+        (torch.ones(2, dtype=torch.complex64), "tensor(.*), which is a Tensor"),
+    ],
+)
+def test_a_fork_s_column_that_is_no_number_is_named(tmp_path, value, said):
+    a_run = make_run(tmp_path)
+    gradient = a_run.learner.gradient
+    column = counters.Field("my_column", "1", "a mistake")
+    a_run.learner.gradient = lambda *args: [
+        part._replace(extra={column: value}) for part in gradient(*args)
+    ]
+    with pytest.raises(ConfigError, match=f"my_column was given {said}; expected a nu"):
+        learn(a_run)
+
+
+FORK = """
+import sys
+import monobeast
+from core.algorithm import update
+compute_loss = update.compute_loss
+update.compute_loss = lambda *args: compute_loss(*args)._replace(
+    extra={"my_column": "seven"}
+)
+sys.exit(monobeast.main(sys.argv[1:]))
+"""
+
+
+def test_a_run_with_such_a_column_ends_in_one_line_with_a_checkpoint(tmp_path):
+    flags = ["--env", "Catch", "--serial", "--savedir", str(tmp_path), "--xpid", "x"]
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, *flags, *SIZES],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == Exit.CONFIG, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "ConfigError: the log's column my_column was given 'seven', which is a str; "
+        "expected a number"
+    )
+    assert "Traceback" not in done.stderr
+    assert checkpoint.load(tmp_path / "x" / "checkpoints") is not None
+
+
+# -------------------------------------------------------------- a stranger's checkpoint
+
+
+@pytest.mark.parametrize("key", ["flags", "optimizer", "learner", "rng", "time_s"])
+@pytest.mark.parametrize("value", [None, 7, [], {}, {"class": "RMSprop"}, "missing"])
+def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
+    savedir, key, value
+):
+    old = checkpoint.load(savedir / "old" / "checkpoints")
+    assert old is not None
+    state = {k: v for k, v in old.state.items() if k != key}
+    if value != "missing":
+        state[key] = value
+    folder = savedir / "old" / "checkpoints"
+    checkpoint.save(folder, step=300, tensors=old.tensors, state=state)
+    if (key, value) == ("time_s", 7):  # As good as any.
+        assert make_run(savedir, xpid="old").resume() is not None
+        return
+    with pytest.raises(CheckpointError, match="0300.safetensors is whole") as error:
+        make_run(savedir, xpid="old").resume()
+    assert "\n" not in str(error.value) and "--init_from" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--env", "tests.running.test_run:wide_env"], ["policy.weight: file [3,"]),
+        (
+            ["--env", "tests.running.test_run:wide_env"],
+            ["--env there Catch, here tests."],
+        ),
+        (["--use_lstm"], ["missing core.", "--use_lstm there False, here True"]),
+        (["--env", "CartPole-v1"], ["torso.layers.0.weight: file [256,50]"]),
+    ],
+)
+def test_weights_that_do_not_fit_are_told_in_one_line(savedir, flags, said):
+    new = make_run(savedir, "--init_from", "old", *flags, xpid="new")
+    before = weights(new)
+    with pytest.raises(
+        ConfigError, match="--init_from .* does not fit: model"
+    ) as error:
+        new.resume()
+    assert "\n" not in str(error.value)
+    for part in said:
+        assert part in str(error.value)
+    for key, tensor in weights(new).items():
+        assert torch.equal(tensor, before[key]), key
+
+
+def test_no_checkpoint_there_says_what_to_name(savedir):
+    (savedir / "empty").mkdir()
+    for name in ("nowhere", "empty"):
+        new = make_run(savedir, "--init_from", name, xpid="new")
+        with pytest.raises(
+            ConfigError, match=f"--init_from is {name}, where .*savedir"
+        ):
+            new.resume()
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_an_error(savedir, caplog):
+    file = newest(savedir)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    new = make_run(savedir, "--init_from", "old", xpid="new")
+    new.resume()
+    assert new.learner.net.baseline.bias.item() == 100.0
+    assert f"Checkpoint not used: {newest(savedir)}" in caplog.text
+    new = make_run(savedir, "--init_from", str(newest(savedir)), xpid="new")
+    with pytest.raises(CheckpointError, match="has another sha256"):
+        new.resume()
+
+
+@pytest.mark.parametrize("kind", ["nan", "flags", "dtype", "extra", "state"])
+def test_a_stranger_s_checkpoint_runs_nothing_and_harms_nothing(
+    savedir, tmp_path, kind, capsys
+):
+    """Well formed, with the right checksums: it was made to be loaded."""
+    good = checkpoint.load_from(newest(savedir))
+    assert good is not None
+    tensors, state = good.tensors, good.state
+    match kind:
+        case "nan":
+            tensors["model"]["policy.bias"][0] = float("nan")
+        case "flags":
+            tensors["model"] = {}
+            state["flags"] = {"env": "\x1b[2J\nroot# " + "x" * 10**6, "model": [{}]}
+        case "dtype":
+            tensors["model"]["policy.bias"] = tensors["model"]["policy.bias"].double()
+        case "extra":
+            tensors["model"]["__class__"] = torch.zeros(1)
+        case "state":
+            state["flags"] = state["learner"] = [["evil"]] * 10
+    evil = tmp_path / "evil"
+    evil.write_bytes(checkpoint._encode(1, tensors, state))  # `save` refuses NaN.
+    new = make_run(savedir, "--init_from", str(evil), xpid="new")
+    before = weights(new)
+    events: list[str] = []
+    sys.addaudithook(lambda event, args: events.append(event) if watching else None)
+    watching = True
+    if kind == "state":  # What is not needed is not looked at.
+        new.resume()
+        assert new.learner.net.baseline.bias.item() == 200.0
+    else:
+        with pytest.raises((ConfigError, CheckpointError)) as error:
+            new.resume()
+        message = str(error.value)
+        assert message.isprintable() and len(message) < 3000
+        for key, tensor in weights(new).items():
+            assert torch.equal(tensor, before[key]), key
+    watching = False
+    assert "open" in events  # The hook works.
+    assert not {"pickle.find_class", "exec", "os.system", "subprocess.Popen"} & {
+        *events
+    }
+    assert "stranger" not in capsys.readouterr().out
+
+
+def test_init_from_is_for_training(tmp_path, capsys):
+    flags = ["--savedir", str(tmp_path), "--xpid", "x"]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "meta.json").write_text('{"flags": {}, "starts": []}')
+    with pytest.raises(SystemExit):
+        monobeast.parse_flags([*flags, "--mode", "test", "--init_from", "y"])
+    text = " ".join(capsys.readouterr().err.split())
+    assert re.search("--init_from is y but --mode is test", text)
+
+
+def test_the_environments_options_are_told_and_what_has_changed_of_them(caplog):
+    caplog.set_level("INFO")
+    run.log_options({"noop_max": 3, "sticky_actions": 0.25}, {})
+    assert caplog.messages == ["Environment options: noop_max 3, sticky_actions 0.25"]
+    caplog.clear()
+    recorded = {"env_options": {"noop_max": 3, "sticky_actions": 0.0, "old": True}}
+    run.log_options({"noop_max": 3, "sticky_actions": 0.25}, recorded)
+    _, *changes = [message.split() for message in caplog.messages]
+    assert [(words[0], words[2], words[-1]) for words in changes] == [
+        ("old", "True", "told"),
+        ("sticky_actions", "0.0", "0.25"),
+    ]
+    caplog.clear()
+    run.log_options({}, {"flags": {}})  # A run of before there were options.
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "number, name, remedy",
+    [
+        (errno.EFBIG, None, "Raise the limit on the size of files (ulimit -f)."),
+        (errno.EDQUOT, "/no/such/file", "Free some space (df), or choose another"),
+        (errno.ENOENT, None, None),
+    ],
+)
+def test_a_disk_that_takes_no_more_is_told_with_the_remedy(number, name, remedy):
+    error = OSError(number, os.strerror(number), name)
+    line = program.describe_full_disk(error)
+    if remedy is None:
+        assert line is None
+    else:
+        assert os.strerror(number) in line and remedy in line
+
+
+def test_no_room_for_temporary_files_is_told_with_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [tmp_path / "no"])
+    with pytest.raises(FileNotFoundError) as caught:
+        tempfile.mkdtemp()
+    assert "set TMPDIR to another folder" in program.describe_full_disk(caught.value)
+
+
+@pytest.mark.parametrize(
+    "env, inference, learner, actors_do_both, expected",
+    [
+        (0.9, 0.3, 0.4, False, "env-bound 90%"),
+        (0.3, 0.71, 0.4, False, "inference-bound 71%"),
+        (0.3, 0.4, 0.98, False, "learner-bound 98%"),
+        # Actors that step 50 % and choose 45 % of the time never rest.
+        (0.5, 0.45, 0.7, False, "learner-bound 70%"),
+        (0.5, 0.45, 0.7, True, "env-bound 95%"),
+        (0.45, 0.5, 0.7, True, "inference-bound 95%"),
+        (0.3, 0.3, 0.7, True, "learner-bound 70%"),
+    ],
+)
+def test_the_bottleneck_is_the_busiest_stage(
+    env, inference, learner, actors_do_both, expected
+):
+    busy = {"env": env, "inference": inference, "learner": learner}
+    assert run.bottleneck(busy, actors_do_both=actors_do_both) == expected
+
+
+def test_before_anything_has_worked_there_is_no_bottleneck():
+    assert run.bottleneck({}, actors_do_both=True) is None

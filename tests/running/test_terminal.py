@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""core.running.terminal: nobody waits for a terminal that does not read, or for a
+child's."""
+
+import fcntl
+import io
+import logging
+import multiprocessing
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from core.running import terminal
+from core.running.terminal import ChildOutput, Terminal, lines_of, never_waiting
+from tests.conftest import DEADLINE_S, fill, wait_until
+
+
+def read(fd: int) -> str:
+    """Return what is there to be read now."""
+    text = b""
+    while select.select([fd], [], [], 0)[0]:
+        text += os.read(fd, 1 << 16)
+    return text.decode()
+
+
+@pytest.fixture(params=["pipe", "terminal", "without a second descriptor"])
+def reader_and_stream(request, monkeypatch):
+    """A descriptor to read from, and the text stream at its other end."""
+    if request.param == "terminal":
+        ours, theirs = pty.openpty()
+        settings = termios.tcgetattr(theirs)
+        settings[1] &= ~termios.OPOST  # No carriage returns.
+        termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    else:
+        ours, theirs = os.pipe()
+    if request.param == "without a second descriptor":
+        monkeypatch.setattr(terminal, "_open_again", lambda fd: fd)
+    with open(theirs, "w") as stream:
+        yield ours, stream
+    os.close(ours)
+
+
+def test_who_writes_does_not_wait_and_what_is_lost_is_counted(
+    reader_and_stream, background
+):
+    ours, stream = reader_and_stream
+    fill(stream.fileno())
+    shown = Terminal(stream)
+    half = terminal.MAX_WAITING_BYTES // 2
+
+    def write() -> None:
+        for text in ("a" * half, "b" * half, "c\n" * half):
+            assert shown.write(text) == len(text)
+
+    background(write).result(DEADLINE_S)
+    text = read(ours)
+
+    def has_come() -> bool:
+        nonlocal text
+        shown.flush()
+        text += read(ours)
+        return "not shown" in text
+
+    wait_until(has_come)
+    shown.write("e\n")
+    text += read(ours)
+    first, rest = text.strip("x").split("\n", 1)
+    assert first == "a" * half + "b" * half
+    assert rest == f"[{half} lines not shown: the terminal did not read]\ne\n"
+
+
+def test_a_terminal_after_ctrl_s_holds_nobody_up(background):
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as stream:
+        shown = Terminal(stream)
+        shown.write("before ")
+        termios.tcflow(theirs, termios.TCOOFF)  # Ctrl-S.
+        background(shown.write, "meanwhile ").result(DEADLINE_S)
+        background(terminal.say_at_once, "").result(DEADLINE_S)
+        termios.tcflow(theirs, termios.TCOON)
+        shown.write("after")
+        assert shown.isatty()
+        assert read(ours) == "before meanwhile after"
+    os.close(ours)
+
+
+def test_what_others_do_with_the_descriptor_stays_as_it_is(reader_and_stream):
+    _, stream = reader_and_stream
+    shown = Terminal(stream)
+    assert not fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK
+    assert shown.fileno() == stream.fileno()
+    assert shown.buffer is stream.buffer  # Some libraries write bytes.
+
+
+def test_a_file_is_written_in_turn_with_who_else_has_it(tmp_path):
+    with open(tmp_path / "file", "w") as stream:
+        shown = Terminal(stream)
+        for i in range(3):
+            shown.write(f"ours {i}\n")
+            os.write(stream.fileno(), f"theirs {i}\n".encode())
+    lines = (tmp_path / "file").read_text().splitlines()
+    assert lines == [f"{who} {i}" for i in range(3) for who in ("ours", "theirs")]
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    ours, theirs = os.pipe()
+    with open(theirs, "w") as stream:
+        shown = Terminal(stream)
+        os.close(ours)
+        assert shown.write("nobody reads this\n") == 18
+        shown.flush()
+
+
+def test_what_is_printed_in_the_block_reaches_the_reader_until_its_end(monkeypatch):
+    ours, theirs = os.pipe()
+    with open(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "stdout", unknown := io.StringIO())
+        with never_waiting():
+            assert sys.stdout is unknown  # It has no descriptor.
+            print("one é", file=sys.stderr)
+            fill(theirs)
+            print("two", file=sys.stderr)
+            assert read(ours).startswith("one é\nx")
+        assert read(ours).endswith("two\n") and sys.stderr is stream
+    os.close(ours)
+
+
+def test_last_words_do_not_wait(monkeypatch, background):
+    ours, theirs = os.pipe()
+    fill(theirs)
+    with open(theirs, "w") as stream:
+        for stderr in (stream, Terminal(stream)):
+            monkeypatch.setattr(sys, "stderr", stderr)
+            monkeypatch.setattr(sys, "__stderr__", stream)
+            background(terminal.say_at_once, "?").result(DEADLINE_S)
+            assert "?" not in read(ours)
+            terminal.say_at_once("now")
+            assert read(ours) == "now"
+            fill(theirs)
+    os.close(ours)
+
+
+# ------------------------------------------------------------------- child processes
+
+
+def piped(*chunks: bytes):
+    """Yield the lines of what is written into a pipe, chunk by chunk."""
+    ours, theirs = os.pipe()
+    os.write(theirs, chunks[0])
+    lines = lines_of(ours)
+    for chunk in chunks[1:]:
+        yield next(lines)
+        os.write(theirs, chunk)
+    os.close(theirs)
+    yield from lines
+    os.close(ours)
+
+
+def test_lines_come_one_by_one_the_last_without_an_end_too():
+    lines = piped(b"one\nhalf", b" two\r\n\nthree \xff")
+    assert list(lines) == ["one", "half two", "", "three \ufffd"]
+
+
+def test_the_end_of_a_long_line_is_left_out():
+    long = b"a" * (terminal.MAX_LINE_BYTES + 1)
+    cut = "a" * terminal.MAX_LINE_BYTES + " [cut]"
+    assert list(piped(long + b"\nb\n" + long[1:] + b"\n" + long)) == [
+        *(cut, "b", cut.removesuffix(" [cut]"), cut)
+    ]
+
+
+def test_more_than_anybody_reads_is_left_out_and_counted(monkeypatch):
+    monkeypatch.setattr(terminal, "BURST_BYTES", 10)
+    monkeypatch.setattr(terminal, "BYTES_PER_S", 0)
+    lines = list(piped(b"12345678\n", b"too much\n"))
+    assert lines == ["12345678", "[9 bytes of output left out]"]
+
+
+def chatter(theirs) -> None:
+    terminal.redirect_output(theirs)
+    print("from Python")
+    subprocess.run(["sh", "-c", "echo from C >&2"], check=True)
+    os.write(2, b"blob " * 200_000)
+
+
+def test_what_child_processes_write_is_logged_and_they_do_not_wait(caplog):
+    caplog.set_level(logging.INFO)
+    output = ChildOutput()
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=chatter, args=(output.theirs,), daemon=True)
+    child.start()
+    output.start()
+    child.join(DEADLINE_S)
+    assert child.exitcode == 0
+    output.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:2] == ["from Python", "from C"]
+    assert "left out" in lines[-1] or lines[-1].endswith("[cut]")
+    assert sum(map(len, lines)) < 10_000
+
+
+def test_a_main_loop_may_log_what_child_processes_write_without_a_thread(caplog):
+    caplog.set_level(logging.INFO)
+    output = ChildOutput()
+    for text in (b"one\nhalf", b" two\nlast"):
+        os.write(output.theirs.fileno(), text)
+        output.read()
+    assert [record.getMessage() for record in caplog.records] == ["one", "half two"]
+    output.close()
+    assert caplog.records[-1].getMessage() == "last"

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MonoBeast: acting and learning, against rollouts that arithmetic can check."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import monobeast
+import polybeast
+from core.actors import prepare
+from core.algorithm import losses
+from core.environments.stepping import env_seed
+from core.nests import map_nest
+from core.running.compute import explain_out_of_memory
+from tests.actors.pool import E, Pool, T, make_flags
+
+
+def test_serial_and_asynchronous_actors_write_the_same_rollout():
+    flags = make_flags("Catch", "--num_actors", "1")
+    with Pool(flags) as pool:
+        ours = pool.next_rollout()
+    torch.manual_seed(env_seed(flags.seed, 0, 0, 0))
+    spaces = monobeast.read_spaces(flags)
+    net = monobeast.create_net(flags, spaces)
+    pool.weights.fetch(net.state_dict(), -1)
+    torch.manual_seed(env_seed(flags.seed, 0, 0, 0))
+    monobeast.create_net(flags, spaces)  # The actor drew its own weights first.
+    actor = monobeast.Actor(
+        flags,
+        net,
+        pool.buffers,
+        actor_id=0,
+        incarnation=0,
+        fetch=lambda: 0,
+        clock=np.zeros(1),
+    )
+    actor.unroll(0)
+    theirs = pool.buffers.rollout(0)
+    map_nest(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
+    flags = make_flags("tests.counting_env:make_truncating", "--num_actors", "1")
+    flags.batch_size = E
+    with Pool(flags) as pool:
+        rollout = pool.next_rollout()
+    gradients = []
+    for piece_bytes in (2**30, 1):
+        monkeypatch.setattr(losses, "PIECE_BYTES", piece_bytes)
+        torch.manual_seed(0)
+        learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+        learner.update(rollout, ())
+        gradients.append([p.grad.clone() for p in learner.net.parameters()])
+    for whole, pieces in zip(*gradients):
+        torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [monobeast, polybeast])
+def test_a_step_is_one_that_an_environment_took(module):
+    """The row after a truncated one shows the reset, and no step led to it."""
+    env_steps = 0
+
+    class Env(gym.Wrapper):
+        def step(self, action):
+            nonlocal env_steps
+            env_steps += 1
+            return super().step(action)
+
+    flags = make_flags("tests.counting_env:make_truncating", "--serial")
+    flags.learner_device = "cpu"
+    spaces = monobeast.read_spaces(flags)
+    learner = module.create_learner(flags, spaces)
+    outputs = monobeast.net_outputs(spaces)
+    buffers = prepare.create_buffers(flags, spaces, learner.net, outputs)
+    actor = monobeast.Actor(
+        flags,
+        learner.net,
+        buffers,
+        actor_id=0,
+        incarnation=0,
+        fetch=lambda: learner.updates,
+        clock=np.zeros(1),
+    )
+    actor.envs.envs = [Env(env) for env in actor.envs.envs]
+    for updates in range(1, 10):
+        actor.unroll(0)
+        batch = buffers.rollout(0)
+        if module is polybeast:
+            batch = map_nest(torch.from_numpy, batch)
+        learner.update(batch, ())
+        assert (learner.step, learner.updates) == (env_steps, updates)
+    assert env_steps < updates * T * E  # There were such rows.
+
+
+@pytest.mark.parametrize("module", [monobeast, polybeast])
+def test_rollouts_beyond_the_maximal_lag_are_left_out_and_counted(module):
+    """Lag 7 and 3 at their first actions; what was chosen later is younger."""
+    flags = make_flags("Catch", "--num_actors", "1", "--use_lstm")
+    flags.batch_size = 2 * E
+    flags.learner_device = "cpu"
+    with Pool(flags) as pool:
+        rollout, state = pool.next_rollout(), pool.buffers.agent_state
+        state = tuple(np.concatenate([s[0], s[0] + 1], axis=1) for s in state)
+    both = map_nest(lambda x: np.concatenate([x, x], axis=1), rollout)
+    both["policy_version"][1:, :E] = 3
+    both["policy_version"][1:, E:] = 7
+    both["policy_version"][2:, 0] = 10
+    both["policy_version"][0] = 0  # The rollout before's.
+
+    def learned_from(max_policy_lag, columns=slice(None)):
+        torch.manual_seed(0)
+        flags.max_policy_lag = max_policy_lag
+        learner = module.create_learner(flags, monobeast.read_spaces(flags))
+        learner.updates = 10
+        batch, agent_state = map_nest(lambda x: x[:, columns], (both, state))
+        if module is polybeast:
+            batch, agent_state = map_nest(torch.from_numpy, (batch, agent_state))
+        learner.update(batch, agent_state)
+        counts = (learner.step, learner.updates - 10, learner.stale)
+        assert learner.rows == {
+            "learned": learner.step,
+            "stale": learner.stale * T,
+            "unused": 0,
+        }
+        return counts, [p.grad for p in learner.net.parameters()]
+
+    for max_lag, columns, counts in [
+        (None, slice(None), (2 * E * T, 1, 0)),
+        (7, slice(None), (2 * E * T, 1, 0)),
+        (6, slice(E, None), (E * T, 1, E)),
+        (3, slice(E, None), (E * T, 1, E)),
+        (2, slice(0), (0, 0, 2 * E)),
+    ]:
+        got, gradients = learned_from(max_lag)
+        assert got == counts
+        if counts[0]:
+            torch.testing.assert_close(gradients, learned_from(None, columns)[1])
+        else:
+            assert gradients == [None] * len(gradients)
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_an_update_without_memory_says_what_is_how_large(kind, monkeypatch):
+    flags = make_flags("Catch", "--num_actors", "1")
+    spaces = monobeast.read_spaces(flags)
+    learner = monobeast.create_learner(flags, spaces)
+    outputs = monobeast.net_outputs(spaces)
+    row, _ = prepare.rollout_specs(flags, spaces, learner.net, outputs)
+    batch = map_nest(lambda s: np.zeros((T + 1, E, *s.shape), s.dtype), row)
+
+    def forward(rows, state):
+        torch.empty(2**50) if kind == "torch" else np.empty(2**50)
+
+    monkeypatch.setattr(learner.net, "forward", forward)
+    with pytest.raises(MemoryError) as error, explain_out_of_memory(batch, learner.net):
+        learner.update(batch, ())
+    assert f"{E} rollouts of {T} steps: the batch has 0.0 MiB, the network 0." in (
+        str(error.value)
+    )
+    assert "Lower --batch_size" in str(error.value)
+    assert "allocate" in str(error.value.__cause__)
+    assert not learner.lock.locked()
+
+
+def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run():
+    flags = make_flags("Catch", "--num_actors", "1")
+    flags.batch_size = E
+    with Pool(flags) as pool:
+        good = pool.next_rollout()
+    bad = map_nest(np.copy, good)
+    bad["observation"][2, 1] = np.nan
+    learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+    learner.update(good, ())
+    weights = {k: v.clone() for k, v in learner.net.state_dict().items()}
+    for _ in range(9):
+        learner.update(bad, ())
+    assert (learner.updates, learner.skipped) == (1, 9)
+    with pytest.raises(FloatingPointError, match="10 .* batch: observation"):
+        learner.update(bad, ())
+    learner.update(bad, ())  # By another thread: no second failure.
+    assert learner.skipped == 10
+    for name, weight in learner.net.state_dict().items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=0)

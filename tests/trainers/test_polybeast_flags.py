@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PolyBeast's command line: names, meanings, defaults, and what is refused and how.
+
+What both trainers declare with core/running/common_flags.py is in test_flags.py.
+"""
+
+import argparse
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+import monobeast
+import polybeast
+import polybeast_env
+from core import flag_types
+from core.errors import Exit
+from core.remote import server_flags
+from core.running import common_flags, folder
+from core.running.machine import num_cores
+
+
+def refusal(argv, capsys):
+    """Return what is said of a bad command line, which must exit with status 2."""
+    with pytest.raises(SystemExit) as caught:
+        polybeast.parse_flags(argv)
+    assert caught.value.code == Exit.USAGE
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()[-1]
+
+
+def parse(text=""):
+    return polybeast.parse_flags(text.split())
+
+
+# ---------------------------------------------------------------------- what is there
+
+# Each flag of TorchBeast's PolyBeast (2019), a value for it, and what that means.
+# Left out is --num_actions, which the servers say.
+TORCHBEAST = [
+    (
+        "--pipes_basename",
+        "unix:/tmp/polybeast",
+        "pipes_basename",
+        "unix:/tmp/polybeast",
+    ),
+    ("--mode", "train", "mode", "train"),
+    ("--xpid", "my-run", "xpid", "my-run"),
+    ("--env", "BreakoutNoFrameskip-v4", "env", "BreakoutNoFrameskip-v4"),
+    ("--disable_checkpoint", None, "disable_checkpoint", True),
+    ("--savedir", "/tmp/runs", "savedir", "/tmp/runs"),
+    ("--num_actors", "7", "num_actors", 7),
+    ("--num_servers", "5", "num_servers", 5),
+    ("--total_steps", "30000000", "total_steps", 30_000_000),
+    ("--batch_size", "56", "batch_size", 56),
+    ("--unroll_length", "80", "unroll_length", 80),
+    ("--num_learner_threads", "3", "num_learner_threads", 3),
+    ("--num_inference_threads", "3", "num_inference_threads", 3),
+    ("--disable_cuda", None, "disable_cuda", True),
+    ("--use_lstm", None, "use_lstm", True),
+    ("--max_learner_queue_size", "48", "max_learner_queue_size", 48),
+    ("--entropy_cost", "0.0006", "entropy_cost", 0.0006),
+    ("--baseline_cost", "0.25", "baseline_cost", 0.25),
+    ("--discounting", "0.9", "discounting", 0.9),
+    ("--reward_clipping", "none", "reward_clipping", "none"),
+    ("--reward_clipping", "abs_one", "reward_clipping", "abs_one"),
+    ("--learning_rate", "0.00048", "learning_rate", 0.00048),
+    ("--alpha", "0.95", "alpha", 0.95),
+    ("--momentum", "0.5", "momentum", 0.5),
+    ("--epsilon", "0.1", "epsilon", 0.1),
+    ("--grad_norm_clipping", "10", "grad_norm_clipping", 10.0),
+    ("--write_profiler_trace", None, "write_profiler_trace", True),
+]
+
+
+@pytest.mark.parametrize("flag, text, name, value", TORCHBEAST)
+def test_every_flag_of_torchbeast_has_its_meaning(flag, text, name, value):
+    flags = polybeast.parse_flags([flag] if text is None else [flag, text])
+    assert getattr(flags, name) == value
+
+
+def test_the_command_of_torchbeasts_readme_parses():
+    flags = parse(
+        "--env PongNoFrameskip-v4 --num_actors 32 --total_steps 30000000 "
+        "--learning_rate 0.0004 --epsilon 0.01 --entropy_cost 0.01 --batch_size 32 "
+        "--unroll_length 20 --num_inference_threads 2 --num_learner_threads 2 "
+        "--grad_norm_clipping 1280 --xpid example --pipes_basename unix:/tmp/polybeast"
+    )
+    assert flags.num_servers == 32
+
+
+def test_the_defaults_are_the_papers_for_atari():
+    flags = parse()
+    paper = dict(
+        env="PongNoFrameskip-v4",
+        mode="train",
+        batch_size=32,
+        unroll_length=20,
+        total_steps=50_000_000,  # 200 million frames.
+        learning_rate=0.0006,
+        entropy_cost=0.01,
+        baseline_cost=0.5,
+        discounting=0.99,
+        reward_clipping="abs_one",
+        alpha=0.99,
+        momentum=0.0,
+        epsilon=0.01,
+        grad_norm_clipping=40.0,
+        use_lstm=False,
+        model="auto",
+    )
+    assert {name: getattr(flags, name) for name in paper} == paper
+
+
+def test_defaults_that_depend_on_others_are_filled_in():
+    flags = parse("--batch_size 24")
+    assert flags.num_servers == num_cores()
+    assert (flags.envs_per_stream, flags.streams_per_server) == (8, 2)
+    assert flags.num_actors == 16 * num_cores()
+    assert flags.num_learner_threads == 2
+    assert flags.max_learner_queue_size == 24
+    assert re.fullmatch(r"torchbeast-\d{8}-\d{6}", flags.xpid)
+    assert not flags.savedir.startswith("~")
+
+
+@pytest.mark.parametrize(
+    "cores, argv, inference_threads, learner_cores",
+    [
+        (1, "", 1, 1),
+        (2, "", 1, 1),
+        (2, "--model deep", 1, 2),
+        (16, "", 4, 8),
+        (16, "--model deep", 4, 16),
+        (16, "--num_inference_threads 3 --learner_cores 5", 3, 5),
+    ],
+)
+def test_the_cores_are_shared_between_acting_and_learning(
+    monkeypatch, cores, argv, inference_threads, learner_cores
+):
+    for module in (polybeast, common_flags):
+        monkeypatch.setattr(module, "num_cores", lambda: cores)
+    flags = parse(f"--disable_cuda {argv}")
+    assert flags.num_inference_threads == inference_threads
+    assert flags.learner_cores == learner_cores
+
+
+def test_a_gpu_that_acts_has_two_threads(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    flags = parse()
+    assert (flags.actor_device, flags.num_inference_threads) == ("cuda:0", 2)
+
+
+def test_help_names_every_flag_and_no_default_that_says_nothing(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name in vars(parse()):
+        assert f"--{name}" in text, name
+    for default in ("None", "False", "()"):
+        assert f"(default: {default})" not in text
+
+
+def test_every_flag_has_a_help_text():
+    for action in polybeast.make_parser()._actions:
+        assert action.help, action.option_strings
+
+
+def test_the_learner_and_its_servers_have_the_same_defaults(capsys):
+    """Or the help of one of them, and `streams x environments`, would be wrong."""
+    ours, theirs = parse(), polybeast_env.parse_flags([])
+    for name in server_flags.SERVER_FLAGS:
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_the_learners_servers_get_its_flags():
+    flags = parse(
+        "--env BreakoutNoFrameskip-v4 --num_servers 3 --streams_per_server 5 "
+        "--envs_per_stream 2 --env_step_timeout_s 7.5 --recycle_games 9 "
+        "--no-episodic_life --noop_max 0 "
+        "--sticky_actions 0.25 --full_action_space --frame_skip 3 "
+        "--atari_protocol machado"
+    )
+    theirs = polybeast_env.parse_flags(
+        flag_types.to_argv(flags, server_flags.SERVER_FLAGS)
+    )
+    for name in server_flags.SERVER_FLAGS:
+        assert getattr(theirs, name) == getattr(flags, name), name
+
+
+# ------------------------------------------------------------------ numbers of servers
+
+
+@pytest.mark.parametrize(
+    "argv, servers, streams, envs",
+    [
+        # TorchBeast's: a process for each environment.
+        ("--num_actors 7", 7, 1, 1),
+        ("--num_actors 7 --num_servers 7", 7, 1, 1),
+        ("--num_actors 32 --num_servers 2", 2, 2, 8),
+        ("--num_actors 32 --envs_per_stream 4", 4, 2, 4),
+        ("--num_actors 24 --streams_per_server 3", 1, 3, 8),
+        ("--num_servers 3", 3, 2, 8),
+        ("--num_servers 3 --envs_per_stream 4", 3, 2, 4),
+        ("--num_servers 3 --streams_per_server 1", 3, 1, 8),
+        ("--num_servers 3 --streams_per_server 5 --envs_per_stream 2", 3, 5, 2),
+        ("--envs_per_stream 4", num_cores(), 2, 4),
+        ("--num_servers 3 --batch_size 4", 3, 2, 4),
+        ("--num_servers 3 --batch_size 12", 3, 2, 6),
+    ],
+)
+def test_servers_streams_and_environments_follow_from_each_other(
+    argv, servers, streams, envs
+):
+    flags = parse(argv)
+    assert flags.num_servers == servers
+    assert flags.streams_per_server == streams
+    assert flags.envs_per_stream == envs
+    assert flags.num_actors == servers * streams * envs
+
+
+small = st.integers(1, 12)
+
+
+@hypothesis.given(
+    sizes=st.fixed_dictionaries(
+        {"batch_size": small},
+        optional={
+            "num_actors": st.integers(1, 40),
+            "num_servers": small,
+            "streams_per_server": small,
+            "envs_per_stream": small,
+        },
+    )
+)
+@hypothesis.settings(deadline=None, max_examples=100, derandomize=True, database=None)
+def test_what_is_accepted_is_what_was_asked_for_and_fits(sizes):
+    try:
+        flags = polybeast.parse_flags([f"--{name}={n}" for name, n in sizes.items()])
+    except SystemExit as error:
+        assert error.code == Exit.USAGE
+        # Not for too little: at most one size is free, or they contradict each other.
+        assert "num_actors" in sizes or sizes["batch_size"] % sizes["envs_per_stream"]
+        return
+    assert {name: getattr(flags, name) for name in sizes} == sizes
+    assert flags.num_actors == (
+        flags.num_servers * flags.streams_per_server * flags.envs_per_stream
+    )
+    assert flags.batch_size % flags.envs_per_stream == 0
+
+
+# -------------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("host:4431", ["host:4431"]),
+        ("host:4431-4433", ["host:4431", "host:4432", "host:4433"]),
+        ("host:4431-4431", ["host:4431"]),
+        ("a:1-2,b:1,", ["a:1", "a:2", "b:1"]),
+        ("10.0.0.7:65535", ["10.0.0.7:65535"]),
+        ("[::1]:5-6", ["[::1]:5", "[::1]:6"]),
+        ("host-1-2.example:5", ["host-1-2.example:5"]),
+        ("unix:/tmp/pipe", ["unix:/tmp/pipe"]),
+        ("unix:/tmp/pipe.0-2", [f"unix:/tmp/pipe.{i}" for i in range(3)]),
+        ("unix:/tmp/run-7", ["unix:/tmp/run-7"]),
+        ("unix:/tmp/2019-07-01/pipe", ["unix:/tmp/2019-07-01/pipe"]),
+        ("unix:/tmp/a:5", ["unix:/tmp/a:5"]),
+        (
+            "unix:/tmp/p.99998-100000",
+            [f"unix:/tmp/p.{i}" for i in (99998, 99999, 10**5)],
+        ),
+        ("a:1,unix:/b.0-1", ["a:1", "unix:/b.0", "unix:/b.1"]),
+    ],
+)
+def test_addresses_are_a_comma_list_with_ranges(text, expected):
+    assert server_flags.addresses(text) == tuple(expected)
+    flags = polybeast.parse_flags(["--insecure", "--server_addresses", text])
+    assert flags.server_addresses == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "expected an address"),
+        (",", "expected an address"),
+        ("host", "expected host:port"),
+        (":4431", "expected host:port"),
+        ("host:", "expected host:port"),
+        ("host:http", "expected host:port"),
+        ("unix:relative", "expected host:port"),
+        ("host:4433-4431", "from low to high"),
+        ("unix:/a.3-1", "from low to high"),
+        ("host:65536", "ports from 1 to 65535"),
+        ("host:65530-65536", "ports from 1 to 65535"),
+        ("host:0", "ports from 1 to 65535"),
+        ("host:0-3", "ports from 1 to 65535"),
+        ("a:1-3,a:3", "a:3 twice"),
+        ("unix:/a,unix:/a", "unix:/a twice"),
+    ],
+)
+def test_addresses_that_are_none_are_named(text, said, capsys):
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(said)):
+        server_flags.addresses(text)
+    message = refusal([f"--server_addresses={text}"], capsys)
+    assert "--server_addresses" in message and said in message
+
+
+def test_remote_servers_know_their_own_environment():
+    flags = parse("--server_addresses localhost:1 --xpid {env}-1")
+    assert (flags.env, flags.xpid) == (None, "{env}-1")  # The servers will say.
+    pong = "PongNoFrameskip-v4"  # The default elsewhere: given, it must agree.
+    assert parse(f"--server_addresses localhost:1 --env {pong}").env == pong
+    assert parse("--server_addresses localhost:1 --env Catch").env == "Catch"
+
+
+@pytest.mark.parametrize("address", ["host:1", "unix:/a,10.0.0.7:1-9", "[::]:1"])
+def test_servers_elsewhere_are_protected_or_known_not_to_be(address, capsys):
+    argv = f"--server_addresses {address}"
+    message = refusal(argv.split(), capsys)
+    for way_out in ("--tls_dir", "python -m tools.certs", "--insecure"):
+        assert way_out in message
+    assert parse(f"{argv} --insecure").insecure
+    assert parse(f"{argv} --tls_dir certs/learner").tls_dir == "certs/learner"
+
+
+def test_the_learner_has_timeouts_of_its_own():
+    text = "--server_addresses unix:/a --env_step_timeout_s 3 --keepalive_s 0.5"
+    flags = parse(text)
+    assert (flags.env_step_timeout_s, flags.keepalive_s) == (3.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--num_servers 2",
+        "--num_actors 2",
+        "--envs_per_stream 8",
+        "--streams_per_server 2",
+        "--pipes_basename unix:/tmp/polybeast",
+        "--recycle_games 3",
+        "--sticky_actions 0.25",
+        "--no-episodic_life",
+    ],
+)
+def test_what_remote_servers_decide_is_refused_here(flag, capsys):
+    message = refusal(f"--server_addresses localhost:1 {flag}".split(), capsys)
+    name = flag.split()[0].replace("no-", "")
+    for part in (name, "--server_addresses", "python -m polybeast_env"):
+        assert part in message
+
+
+# ---------------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(
+    "num_gpus, argv, learner, actor",
+    [
+        (0, "", "cpu", "cpu"),
+        (1, "", "cuda:0", "cuda:0"),
+        (2, "", "cuda:0", "cuda:1"),
+        (8, "", "cuda:0", "cuda:1"),
+        (2, "--disable_cuda", "cpu", "cpu"),
+        (2, "--actor_device cpu", "cuda:0", "cpu"),
+        (4, "--learner_device cuda:3", "cuda:3", "cuda:1"),
+        (1, "--learner_device cuda", "cuda", "cuda:0"),
+        (2, "--disable_cuda --learner_device cpu", "cpu", "cpu"),
+        (1, "--cuda_graphs --learner_device cpu", "cpu", "cuda:0"),
+    ],
+)
+def test_devices_are_the_gpus_there_are(monkeypatch, num_gpus, argv, learner, actor):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    flags = parse(argv)
+    assert (flags.learner_device, flags.actor_device) == (learner, actor)
+
+
+@pytest.mark.parametrize(
+    "num_gpus, argv, parts",
+    [
+        (0, "--learner_device cuda", ["--learner_device is cuda", "sees 0 GPUs"]),
+        (1, "--actor_device cuda:1", ["--actor_device is cuda:1", "sees 1 GPUs"]),
+        (
+            2,
+            "--disable_cuda --actor_device cuda:1",
+            ["--actor_device is cuda:1", "with --disable_cuda", "--actor_device cpu"],
+        ),
+        (2, "--actor_device gpu", ["--actor_device is 'gpu'"]),
+        (0, "--cuda_graphs", ["--cuda_graphs is set", "on the CPU", "--actor_device"]),
+        (
+            2,
+            "--cuda_graphs --learner_device cpu --actor_device cpu",
+            ["--cuda_graphs is set", "on the CPU", "Leave it out"],
+        ),
+        (
+            1,
+            "--cuda_graphs --actor_device cpu --use_lstm",
+            ["--cuda_graphs", "use_lstm"],
+        ),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    monkeypatch, num_gpus, argv, parts, capsys
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    message = refusal(argv.split(), capsys)
+    for part in parts:
+        assert part in message
+
+
+# -------------------------------------------------------------------- what is refused
+
+WHOLE = ["0", "-3", "2.5", "many", ""]
+BAD_VALUES = [
+    *[
+        (flag, value, "expected a whole number >= 1")
+        for flag in (
+            "--num_actors",
+            "--num_servers",
+            "--envs_per_stream",
+            "--streams_per_server",
+            "--num_inference_threads",
+            "--num_learner_threads",
+            "--learner_cores",
+            "--max_learner_queue_size",
+            "--total_steps",
+            "--batch_size",
+            "--unroll_length",
+        )
+        for value in WHOLE
+    ],
+    *[
+        ("--env_step_timeout_s", v, "expected a number >= 1")
+        for v in ("0", "-5", "inf")
+    ],
+    ("--mode", "play", "test_render"),
+    ("--reward_clipping", "soft_asymmetric", "abs_one"),
+    ("--model", "resnet", "shallow"),
+    ("--precision", "half", "bfloat16"),
+    ("--atari_protocol", "dopamine", "machado"),
+]
+
+
+@pytest.mark.parametrize("flag, value, remedy", BAD_VALUES)
+def test_a_bad_value_is_refused_with_flag_value_and_remedy(flag, value, remedy, capsys):
+    message = refusal([f"{flag}={value}"], capsys)
+    for part in (flag, repr(value), remedy):
+        assert part in message
+
+
+BAD_COMBINATIONS = [
+    (
+        "--max_learner_queue_size 16",
+        ["--max_learner_queue_size is 16", "at least --batch_size (32)"],
+    ),
+    (
+        "--batch_size 12 --envs_per_stream 8",
+        ["--batch_size is 12", "--envs_per_stream (8)", "Try --envs_per_stream 6."],
+    ),
+    (
+        "--batch_size 5 --envs_per_stream 7",
+        ["--batch_size is 5", "--envs_per_stream (7)", "Try --envs_per_stream 5."],
+    ),
+    (
+        "--num_actors 7 --num_servers 2",
+        [
+            "--num_actors is 7",
+            "--num_servers (2)",
+            "--streams_per_server (2)",
+            "--envs_per_stream (8) is 32",
+            "Leave --num_actors out.",
+        ],
+    ),
+    (
+        "--num_actors 7 --envs_per_stream 2",
+        ["--num_actors is 7", "is 4"],
+    ),
+    ("--pipes_basename /tmp/a", ["--pipes_basename is /tmp/a", "unix:/path"]),
+    (
+        "--pipes_basename 127.0.0.1:5",
+        ["--pipes_basename is 127.0.0.1:5", "--server_addresses"],
+    ),
+    (
+        "--total_steps 639 --batch_size 32 --unroll_length 20",
+        ["--total_steps is 639", "640", "Raise --total_steps."],
+    ),
+    (
+        "--env Catch --sticky_actions 0.0",
+        ["--sticky_actions is 0.0", "Catch", "Leave --sticky_actions out."],
+    ),
+    ("--video", ["--video is set", "--mode is train", "Add --mode test"]),
+    ("--greedy", ["--greedy is set", "--mode is train", "Add --mode test"]),
+    ("--xpid a/b", ["--xpid is 'a/b'", "--savedir"]),
+    ("--info_keys game_return", ["--info_keys", "'game_return'", "Leave it out"]),
+    ("--tls_dir certs", ["--tls_dir is certs", "unix sockets only", "Leave it out."]),
+    (
+        "--tls_dir certs --server_addresses unix:/a,unix:/b",
+        ["--tls_dir is certs", "unix sockets only", "Leave it out."],
+    ),
+    (
+        "--tls_dir certs --insecure --server_addresses host:1",
+        ["--tls_dir is certs", "--insecure", "Leave one out."],
+    ),
+    ("--num_actions 6", ["no flag --num_actions. Did you mean --num_actors?"]),
+    ("--num_buffers 60", ["--num_buffers is for MonoBeast", "only"]),
+    ("--serial", ["--serial is for MonoBeast (python -m monobeast) only"]),
+    ("Pong", ["'Pong' is not a flag"]),
+]
+
+
+@pytest.mark.parametrize(
+    "argv, parts", BAD_COMBINATIONS, ids=[argv for argv, _ in BAD_COMBINATIONS]
+)
+def test_a_bad_combination_is_refused_with_values_and_remedy(argv, parts, capsys):
+    message = refusal(argv.split(), capsys)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "argv", [argv for argv, parts in BAD_COMBINATIONS if "Try --" in parts[-1]]
+)
+def test_taking_the_advice_helps(argv, capsys):
+    advice = re.search(r"Try (--\S+ \d+)\.", refusal(argv.split(), capsys)).group(1)
+    parse(f"{argv} {advice}")
+
+
+@pytest.mark.parametrize("env", ["PongNoFrameskip-v4", "ALE/Pong-v5"])
+def test_atari_flags_go_with_every_kind_of_atari(env):
+    assert parse(f"--env {env} --sticky_actions 0.25").sticky_actions == 0.25
+
+
+def test_an_environment_that_is_not_installed_is_left_to_its_server():
+    assert parse("--env nonesuch:Nonesuch-v5").env == "nonesuch:Nonesuch-v5"
+
+
+# -------------------------------------------------------------------------- test mode
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Return a function that trains, as far as the flags are concerned."""
+
+    def train(argv, env=None):
+        flags = polybeast.parse_flags([*argv.split(), "--savedir", str(tmp_path)])
+        if env is not None:  # The servers have said so.
+            flags.env = env
+        run_dir = folder.prepare_run_dir(tmp_path, flags.xpid)
+        folder.write_meta(run_dir, flags=vars(flags), extra={})
+
+    return train
+
+
+def parse_test(savedir, argv=""):
+    return polybeast.parse_flags(
+        ["--mode", "test", "--savedir", str(savedir), *argv.split()]
+    )
+
+
+def test_testing_takes_over_what_the_network_and_environment_depend_on(
+    trained, tmp_path
+):
+    trained(
+        "--xpid a --env BreakoutNoFrameskip-v4 --model deep --use_lstm "
+        "--reward_clipping none --sticky_actions 0.25 --no-episodic_life --noop_max 3"
+    )
+    flags = parse_test(tmp_path, "--xpid a")
+    assert flags.env == "BreakoutNoFrameskip-v4"
+    assert (flags.model, flags.use_lstm) == ("deep", True)
+    assert flags.reward_clipping == "none"
+    assert (flags.sticky_actions, flags.noop_max) == (0.25, 3)
+    assert flags.episodic_life is False
+    assert flags.frame_skip is None
+
+
+@pytest.mark.parametrize(
+    "argv, env",
+    [
+        ("--env Catch --batch_size 21 --envs_per_stream 7 --num_servers 1", None),
+        ("--env Catch --num_actors 3 --unroll_length 1 --batch_size 1", None),
+        ("--server_addresses localhost:1-9 --batch_size 5", "Catch"),
+        ("--server_addresses host:1 --tls_dir certs --batch_size 5", "Catch"),
+    ],
+)
+def test_any_run_that_was_trained_can_be_tested(trained, tmp_path, argv, env):
+    trained(f"--xpid a {argv}", env)
+    assert parse_test(tmp_path).env == "Catch"
+
+
+def test_testing_without_a_run_is_refused_with_the_remedy(tmp_path, capsys):
+    message = refusal(["--mode", "test", "--savedir", str(tmp_path / "none")], capsys)
+    for part in ("--mode is test", str(tmp_path / "none"), "--xpid", "--savedir"):
+        assert part in message
+
+
+def test_flags_of_the_other_program_are_known_as_such():
+    mono, poly = (
+        {action.dest for action in program.make_parser()._actions}
+        for program in (monobeast, polybeast)
+    )
+    told = [set(flags) for flags in flag_types.ONLY_IN.values()]
+    assert told == [mono - poly, poly - mono]

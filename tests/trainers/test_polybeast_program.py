@@ -1,0 +1,812 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PolyBeast as a process: trained, stopped, killed, broken, resumed, tested.
+
+What concerns a run's folder only (checkpoints, logs, flags of a resumed run) is the
+same code for both trainers and tested with MonoBeast, in test_training.py.
+"""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from core.environments.stepping import env_seed
+from core.environments.toys import Catch
+from core.remote import env_server
+from core.running import checkpoint
+from core.running.supervise import start_thread
+from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
+
+REPOSITORY = Path(__file__).parents[2]
+ENDLESS = 10**9
+N, K = 2, 2  # Servers, and environments in each one's only stream.
+SIZES = ["--batch_size", 4, "--unroll_length", 5, "--log_interval_s", 0]
+BATCH = 4 * 5  # Steps per update.
+LOCAL = ["--num_servers", N, "--streams_per_server", 1, "--envs_per_stream", K, *SIZES]
+
+
+# ---------------------------------------------------------------------------- helpers
+
+
+@pytest.fixture
+def train(start) -> Callable[..., Program]:
+    """Start PolyBeast with flags, as run x."""
+
+    def train(*flags: object) -> Program:
+        return start("--xpid", "x", *flags, module="polybeast")
+
+    return train
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    return tmp_path / "runs" / "x"
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """A folder with a short name: the path of a unix socket holds about 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tb") as folder:
+        yield folder
+
+
+@pytest.fixture
+def serve(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start `python -m polybeast_env` with flags; its words go to servers.txt."""
+    processes: list[subprocess.Popen] = []
+
+    def serve(*flags: object) -> subprocess.Popen:
+        command = [sys.executable, "-m", "polybeast_env", *flags]
+        with (tmp_path / "servers.txt").open("a") as output:
+            processes.append(
+                subprocess.Popen(
+                    [str(word) for word in command],
+                    cwd=REPOSITORY,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+            )
+        return processes[-1]
+
+    yield serve
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait(DEADLINE_S)
+
+
+def load(run_dir: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.load(run_dir / "checkpoints")
+    assert found is not None, f"no checkpoint in {run_dir}"
+    return found
+
+
+def log_rows(run_dir: Path) -> list[dict[str, str]]:
+    with open(run_dir / "logs.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def num_rows(run_dir: Path) -> int:
+    path = run_dir / "logs.csv"
+    return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0
+
+
+def meta(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "meta.json").read_text())
+
+
+def stop(program: Program) -> str:
+    """End a run with SIGTERM; return all it said."""
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 75, program.text()
+    return program.text()
+
+
+def servers_of(program: Program) -> psutil.Process:
+    """Return the process that `polybeast` started for its local servers."""
+    (process,) = filter(is_servers, psutil.Process(program.pid).children())
+    return process
+
+
+def is_servers(process: psutil.Process) -> bool:
+    """Not git, which `polybeast` asks for the commit."""
+    try:
+        return "polybeast_env" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def socket_folder(servers: psutil.Process) -> Path:
+    command = servers.cmdline()
+    basename = command[command.index("--pipes_basename") + 1]
+    return Path(basename.removeprefix("unix:")).parent
+
+
+def free_ports(n: int) -> int:
+    """Return the first of `n` consecutive ports that were free a moment ago."""
+    for first in range(20_000, 30_000, n):
+        try:
+            for port in range(first, first + n):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+            return first
+        except OSError:
+            pass
+    raise AssertionError("no free ports")
+
+
+# ---------------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(train, run_dir, signum):
+    program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
+    program.wait_for(lambda: num_rows(run_dir) >= 3)
+    family, sockets = program.family(), socket_folder(servers_of(program))
+    assert len(family) == 1 + 2 * N and len(list(sockets.iterdir())) == N
+    os.kill(program.pid, signum)
+    assert program.wait() == 75, program.text()
+    step = load(run_dir).step
+    assert f"Stopped by {signum.name} at step {step}. The same command goes on" in (
+        program.text()
+    )
+    assert "Traceback" not in program.text() + (run_dir / "out.log").read_text()
+    assert int(log_rows(run_dir)[-1]["step"]) == step
+    assert ended(family)
+    assert not sockets.exists()
+
+
+def is_saving(program: Program, run_dir: Path) -> bool:
+    return program.is_saving(run_dir)
+
+
+def has_said(text: str) -> Callable[[Program, Path], bool]:
+    return lambda program, run_dir: text in program.text()
+
+
+MOMENTS = {
+    "servers-start": has_said("about to hang"),
+    "servers-serve": has_said("Serving Catch"),
+    "run-begins": has_said("Run x in"),
+    "streams-connect": has_said("Environments 0 to 1"),
+    "environments-hang": has_said("about to hang"),
+    "saving": is_saving,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_at_any_moment_ends_a_run_and_leaves_nothing(train, run_dir, moment):
+    wrong = {"servers-start": "make_never", "environments-hang": "make_hanging"}
+    env = f"tests.wrong_env:{wrong[moment]}" if moment in wrong else "Catch"
+    often = ["--checkpoint_interval_s", 0] if moment == "saving" else []
+    program = train(*LOCAL, "--env", env, "--total_steps", ENDLESS, *often)
+    program.wait_for(lambda: MOMENTS[moment](program, run_dir))
+    family, sockets = program.family(), socket_folder(servers_of(program))
+    stop(program)
+    assert "Traceback" not in program.text()
+    assert ended(family)
+    assert not sockets.exists()
+    assert not list(run_dir.glob("checkpoints/.*tmp-*"))
+    # Before the servers have said what they serve, there is no run.
+    assert run_dir.exists() or moment.startswith("servers")
+    assert not run_dir.exists() or load(run_dir).step >= 0
+
+
+def test_a_second_signal_ends_the_run_at_once(train, run_dir):
+    program = train(*LOCAL, "--env", "tests.wrong_env:make_hanging")
+    program.wait_for_text("about to hang")  # So the end takes a second.
+    family, sockets = program.family(), socket_folder(servers_of(program))
+    program.terminate_insistently()
+    assert program.wait() == 128 + signal.SIGTERM, program.text()
+    assert "Second signal" in program.text()
+    wait_until(lambda: ended(family) and not sockets.exists())
+
+
+def test_a_signal_ends_the_wait_for_servers_elsewhere(train, run_dir, folder):
+    program = train(*SIZES, "--server_addresses", f"unix:{folder}/s.0-1")
+    program.wait_for_text("Waiting for an environment server")
+    assert f"{folder}/s.0" in program.text()
+    stop(program)
+    assert "Traceback" not in program.text()
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum):
+    """As by Ctrl-C in a terminal, or by its end: the real program, as a user starts it.
+
+    The terminal has not read for a long time, and the environments talk a lot.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "polybeast",
+        "--env",
+        "tests.wrong_env:make_chatty",
+    ]
+    command += [*LOCAL, "--total_steps", ENDLESS, "--xpid", "x", "--savedir", tmp_path]
+    unread, stderr = os.pipe()
+    fill(stderr)
+    with subprocess.Popen(
+        [str(word) for word in command],
+        cwd=REPOSITORY,
+        start_new_session=True,  # A process group of its own, as a shell would make.
+        stdout=stderr,
+        stderr=stderr,
+    ) as process:
+        os.close(stderr)
+        try:
+            wait_until(lambda: num_rows(tmp_path / "x") or process.poll() is not None)
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) == 1 + 2 * N
+            os.killpg(process.pid, signum)
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+            os.close(unread)
+    text = (tmp_path / "x" / "out.log").read_text()
+    assert process.returncode == 75, text
+    assert f"Stopped by {signum.name}" in text and "chatter" in text
+    assert f"{signum.name}: stopping" not in text  # The servers did not hear it.
+    assert "Traceback" not in text
+    assert ended(family)
+
+
+def test_nothing_outlives_a_killed_run_and_it_resumes(train, run_dir):
+    flags = [*LOCAL, "--env", "Catch", "--checkpoint_interval_s", 0.1]
+    program = train(*flags, "--total_steps", ENDLESS)
+    program.wait_for(lambda: list(run_dir.glob("checkpoints/step-*")))
+    family, sockets = program.family(), socket_folder(servers_of(program))
+    program.kill()
+    wait_until(lambda: ended(family))
+    wait_until(lambda: not sockets.exists())
+    total = load(run_dir).step + 10 * BATCH
+    program = train(*flags, "--total_steps", total)
+    assert program.wait() == 0, program.text()
+    steps = [int(row["step"]) for row in log_rows(run_dir)]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == total
+
+
+# ---------------------------------------------------------------------------- resuming
+
+
+def test_a_stopped_run_goes_on_and_plays_other_games(train, run_dir):
+    flags = [*LOCAL, "--env", "Catch", "--use_lstm", "--seed", 5]
+    program = train(*flags, "--total_steps", ENDLESS)
+    program.wait_for(lambda: num_rows(run_dir) and log_rows(run_dir)[-1]["games"] > "0")
+    words = stop(program)
+    run_id = meta(run_dir)["run_id"]
+    assert f"run 'x ({run_id})' at unix:, start 0" in words
+    before, rows_before = load(run_dir), log_rows(run_dir)
+    assert meta(run_dir)["first_env_seeds"] == [
+        env_seed(5, i, 0, 0) for i in range(N * K)
+    ]
+    total = before.step + 10 * BATCH
+    program = train(*flags, "--total_steps", total)
+    assert program.wait() == 0, program.text()
+    text = program.text()
+    assert f"goes on from step {before.step}" in text
+    assert f"run 'x ({run_id})' at unix:, start {1 << 16}" in text
+    assert meta(run_dir)["run_id"] == run_id
+    assert meta(run_dir)["first_env_seeds"] == [
+        env_seed(5, i, 1 << 16, 0) for i in range(N * K)
+    ]
+    after, rows = load(run_dir), log_rows(run_dir)
+    assert after.step == total
+    assert after.state["learner"]["updates"] == before.state["learner"]["updates"] + 10
+    assert rows[: len(rows_before)] == rows_before
+    for name in ("step", "frames", "time_s", "games", "updates"):
+        values = [float(row[name]) for row in rows]
+        assert values == sorted(values), name
+    steps = [row["step"] for row in rows]
+    assert len(set(steps)) == len(steps)
+
+
+def test_a_finished_run_has_nothing_more_to_do(train, run_dir):
+    for _ in range(2):
+        program = train(*LOCAL, "--env", "Catch", "--total_steps", 2 * BATCH)
+        assert program.wait() == 0, program.text()
+    assert "Nothing to do: run x is at step 40 of --total_steps 40" in program.text()
+
+
+def test_a_run_in_progress_is_not_started_again(train, run_dir):
+    flags = [*LOCAL, "--env", "Catch", "--total_steps", ENDLESS]
+    first = train(*flags)
+    first.wait_for(lambda: num_rows(run_dir))
+    second = train(*flags)
+    assert second.wait() == 78, second.text()
+    assert f"is in use by process {first.pid} on " in second.text()
+    assert "Traceback" not in second.text()
+    rows = num_rows(run_dir)
+    first.wait_for(lambda: num_rows(run_dir) > rows)
+
+
+# ----------------------------------------------------------------- servers that go away
+
+
+def last_row_of_all_streams(run_dir) -> dict[str, str]:
+    """Return the newest row before the end, which cuts every stream's rollout short."""
+    return [row for row in log_rows(run_dir) if row["streams"] == str(N)][-1]
+
+
+def test_a_killed_server_is_replaced_and_training_goes_on(train, run_dir):
+    program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
+    program.wait_for(lambda: num_rows(run_dir))
+    victim, survivor = servers_of(program).children()
+    victim.kill()
+
+    def has_come_back() -> bool:
+        row = log_rows(run_dir)[-1]
+        return int(row["reconnects"]) == 1 and int(row["streams"]) == N
+
+    program.wait_for(has_come_back)
+    rows = num_rows(run_dir)
+    program.wait_for(lambda: num_rows(run_dir) > rows + 3)
+    assert survivor.is_running()
+    text = stop(program)
+    assert re.search(r"Server \d died \(killed by SIGKILL\); starting it again", text)
+    assert "Not normal since the start: 1 server restarts, 1 reconnects" in text
+    assert re.search(r"WARNING +unix:\S+env\.\d", text)  # What the actor pool saw.
+    assert (run_dir / "out.log").read_text().count("WARNING") >= 1
+    # A loss costs at most what was under way on this stream.
+    assert int(last_row_of_all_streams(run_dir)["steps_discarded"]) <= 5 * K
+
+
+def test_a_hung_server_is_replaced_and_training_goes_on(train, run_dir):
+    env = "tests.fault_env:make_hanging"  # In its 25th step, every time.
+    program = train(
+        *LOCAL, "--env", env, "--env_step_timeout_s", 1, "--total_steps", 200
+    )
+    assert program.wait() == 0, program.text()
+    assert "(--env_step_timeout_s)" in program.text()
+    assert "(its environment hung)" in program.text()
+    assert int(log_rows(run_dir)[-1]["reconnects"]) >= N
+
+
+def test_a_learner_gives_up_on_a_server_whose_own_supervisor_does_not(
+    train, serve, run_dir, folder, monkeypatch
+):
+    flags = ["--env", "tests.fault_env:make_hanging_in_some", "--num_servers", 1]
+    flags += ["--streams_per_server", 1, "--envs_per_stream", K, "--server_address"]
+    serve(*flags, f"unix:{folder}/plays")
+    monkeypatch.setenv("HANGS", "")
+    serve(*flags, f"unix:{folder}/hangs")
+    addresses = f"unix:{folder}/hangs,unix:{folder}/plays"
+    options = ["--env_step_timeout_s", 1, "--total_steps", ENDLESS]
+    program = train(*SIZES, "--server_addresses", addresses, *options)
+    program.wait_for_text("/hangs (stream 0, environments 0 to 1), step 25: the server")
+    program.wait_for_text("has not answered for 4 s; connecting anew")
+    rows = num_rows(run_dir)
+    program.wait_for(lambda: num_rows(run_dir) > rows + 3)
+    assert re.search(r"\n.*INFO *\d+ rows received = \d+ learned \+", stop(program))
+
+
+def test_recycled_environments_leak_for_ever_and_no_stream_ends(train, run_dir):
+    env = "tests.fault_env:make_leaking"  # Its fourth game would be the end.
+    program = train(*LOCAL, "--env", env, "--recycle_games", 3, "--total_steps", 400)
+    assert program.wait() == 0, program.text()
+    last = last_row_of_all_streams(run_dir)
+    assert (last["reconnects"], last["steps_discarded"]) == ("0", "0")
+    assert int(log_rows(run_dir)[-1]["games"]) > 100
+
+
+def test_a_server_that_always_dies_ends_the_run_with_its_last_words(train, run_dir):
+    env = "tests.fault_env:make_crashing"
+    program = train(*LOCAL, "--num_servers", 1, "--batch_size", K, "--env", env)
+    assert program.wait() == 70, program.text()
+    last = program.text().splitlines()[-1]
+    assert last.startswith("RuntimeError: the environment servers ended")
+    assert "died 5 times in a row" in last and "killed by SIGSEGV" in last
+    load(run_dir)
+
+
+def test_killed_and_stopped_supervisors_and_deleted_sockets_cost_no_run(train, run_dir):
+    program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
+    program.wait_for(lambda: num_rows(run_dir))
+    old, first = program.family(), servers_of(program)
+    sockets = socket_folder(first)
+    first.kill()
+    program.wait_for_text("ended (killed by SIGKILL); starting them again")
+    program.wait_for(lambda: program.text().count("Serving Catch") == 2)
+    wait_until(lambda: ended(old))
+    rows = num_rows(run_dir)
+    program.wait_for(lambda: num_rows(run_dir) > rows + 2)
+    assert log_rows(run_dir)[-1]["server_restarts"] == str(N)
+
+    shutil.rmtree(sockets)
+    program.wait_for_text("The folder of the servers' sockets was deleted; made it")
+    program.wait_for(lambda: len(list(sockets.iterdir())) == N)
+    assert sockets.stat().st_mode & 0o777 == 0o700
+    rows = num_rows(run_dir)
+    program.wait_for(lambda: num_rows(run_dir) > rows + 2)
+
+    servers_of(program).suspend()
+    program.wait_for_text("The supervisor of the servers (process")
+    os.kill(program.pid, signal.SIGSTOP)  # So that it does not continue these.
+    family = program.family()
+    for process in family:
+        process.suspend()
+    program.kill()
+    wait_until(lambda: ended(family) and not sockets.exists())
+
+
+def test_rollouts_that_cannot_fit_into_memory_are_refused_at_the_start(train, run_dir):
+    flags = [*LOCAL, "--env", "Catch", "--max_learner_queue_size", 10**9]
+    program = train(*flags, "--num_servers", 3)
+    assert program.wait() == 78, program.text()
+    last = program.text().splitlines()[-1]
+    # One of each environment, and three batches of 4.
+    assert re.match(
+        r"ConfigError: memory: 1000000018 rollouts need [\d,.]+ MiB, have [\d,.]+ MiB. "
+        "Lower --max_learner_queue_size",
+        last,
+    )
+    need, have = (float(x.replace(",", "")) for x in re.findall(r"([\d,.]+) MiB", last))
+    # A row of Catch: 50 floats, and 67 bytes of all else.
+    assert need > have > 0 and need > 10**9 * 6 * 200 / 2**20
+
+
+# -------------------------------------------------------------------- servers elsewhere
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_servers_elsewhere_may_come_late_and_come_again(
+    train, serve, run_dir, folder, kind
+):
+    if kind == "tcp":
+        first = f"127.0.0.1:{(port := free_ports(N))}"
+        addresses = f"{first}-{port + N - 1}"
+    else:
+        first, addresses = f"unix:{folder}/s", f"unix:{folder}/s.0-{N - 1}"
+    program = train(*SIZES, "--server_addresses", addresses, "--total_steps", ENDLESS)
+    program.wait_for_text("Waiting for an environment server")
+
+    flags = ["--env", "Catch", "--server_address", first, "--num_servers", N]
+    flags += ["--streams_per_server", 1, "--envs_per_stream", K]
+    servers = serve(*flags)
+    program.wait_for(lambda: num_rows(run_dir))
+    assert meta(run_dir)["flags"]["env"] == "Catch"
+
+    servers.terminate()
+    assert servers.wait(DEADLINE_S) == 0
+    servers = serve(*flags)
+
+    def has_come_back() -> bool:
+        row = log_rows(run_dir)[-1]
+        return int(row["reconnects"]) == N and int(row["streams"]) == N
+
+    program.wait_for(has_come_back)
+    rows = num_rows(run_dir)
+    program.wait_for(lambda: num_rows(run_dir) > rows + 3)
+    stop(program)
+    assert servers.poll() is None  # They serve the next learner.
+
+
+def test_streams_that_do_not_fill_a_batch_are_refused_with_both_numbers(
+    train, serve, run_dir, folder
+):
+    serve("--env", "Catch", "--server_address", f"unix:{folder}/s", "--num_servers", 1)
+    program = train("--server_addresses", f"unix:{folder}/s", "--batch_size", 12)
+    assert program.wait() == 78, program.text()
+    last = program.text().splitlines()[-1]
+    assert "--batch_size is 12" in last and "--envs_per_stream (8)" in last
+    assert "Try --batch_size 16" in last and "Traceback" not in program.text()
+    assert not run_dir.exists()
+
+
+def test_servers_of_another_environment_are_refused_with_both_names(
+    train, serve, run_dir, folder
+):
+    serve("--env", "Catch", "--server_address", f"unix:{folder}/s", "--num_servers", 1)
+    env = "PongNoFrameskip-v4"  # What it would be without --server_addresses.
+    program = train("--server_addresses", f"unix:{folder}/s", "--env", env)
+    assert program.wait() == 78, program.text()
+    assert f"--env is {env} but the servers serve Catch" in program.text()
+    assert "Traceback" not in program.text()
+    assert not run_dir.exists()
+
+
+def test_servers_that_differ_end_the_run_with_a_checkpoint(
+    train, serve, run_dir, folder
+):
+    for env in ("Catch", "Memory"):
+        address = f"unix:{folder}/{env}"
+        serve("--env", env, "--server_address", address, "--num_servers", 1)
+    both = f"unix:{folder}/Catch,unix:{folder}/Memory"
+    program = train("--server_addresses", both, "--total_steps", ENDLESS)
+    assert program.wait() == 78, program.text()
+    last = program.text().splitlines()[-1]
+    assert f"unix:{folder}/" in last and "this server differs" in last
+    assert "'Catch'" in last and "'Memory'" in last
+    assert load(run_dir).step >= 0
+
+
+def test_frames_options_and_the_runs_name_are_as_the_servers_say(
+    start, tmp_path, folder
+):
+    options = {"frame_skip": 3, "sticky_actions": 0.25, "difficulty": "hard"}
+    server = env_server.Server(
+        Catch, f"unix:{folder}/s", num_envs=4, frames_per_step=3, options=options
+    )
+    server.start()
+    thread = start_thread("server", server.run)
+    try:
+        program = start(
+            *("--xpid", "{env}-1", *SIZES, "--total_steps", 3 * BATCH),
+            *("--server_addresses", server.address),
+            module="polybeast",
+        )
+        assert program.wait() == 0, program.text()
+    finally:
+        server.stop()
+        thread.result(DEADLINE_S)
+    run_dir = tmp_path / "runs" / "Catch-1"
+    last = log_rows(run_dir)[-1]
+    assert (int(last["step"]), int(last["frames"])) == (60, 180)
+    assert meta(run_dir)["flags"]["env"] == "Catch"
+    assert meta(run_dir)["flags"]["xpid"] == "Catch-1"
+    assert meta(run_dir)["env_options"] == options
+    told = "Environment options: frame_skip 3, sticky_actions 0.25, difficulty hard"
+    assert told in program.text()
+
+
+# ---------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("env", ["Catsh", "tests.counting_env:mak", "no.such:env"])
+def test_an_unknown_environment_is_one_line_and_no_run(train, run_dir, env):
+    program = train(*LOCAL, "--env", env)
+    assert program.wait() == 78, program.text()
+    last = program.text().splitlines()[-1]
+    assert last.startswith("ConfigError: ") and f"--env {env}" in last
+    assert "Traceback" not in program.text()
+    assert not run_dir.parent.exists()
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(
+    train, run_dir
+):
+    program = train(*LOCAL, "--env", "tests.wrong_env:make_raising")
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    report = text[text.rindex("ActorError: ") :]
+    assert "OSError: the simulator is out of coffee" in report
+    assert ", in fail\n" in report  # The environment's own traceback.
+    assert re.search(r"unix:\S+env\.\d", report)
+    assert load(run_dir).step == 0
+
+
+def test_an_environment_that_raises_does_not_end_the_run_nor_flood_its_log(
+    train, run_dir
+):
+    env = "tests.fault_env:make_failing"  # In its 7th step, every time.
+    program = train(*LOCAL, "--env", env, "--total_steps", 50 * BATCH)
+    assert program.wait() == 0, program.text()
+    text, last = program.text(), log_rows(run_dir)[-1]
+    assert int(last["reconnects"]) >= 32
+    assert text.count("connected again") < 10
+    assert text.count("out of fuel") < 40  # With what two tracebacks say.
+    assert (
+        f"Not normal since the start: {last['reconnects']} reconnects, "
+        f"{last['steps_discarded']} rows discarded\n"
+    ) in text
+    assert re.search(r"most frequent warnings: \d+ x .*out of fuel", text)
+
+
+def test_an_exception_in_inference_ends_the_run_with_its_traceback(train, run_dir):
+    program = train(*LOCAL, "--env", "tests.wrong_env:make_nan")
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    assert text.splitlines()[-1].startswith(
+        "FloatingPointError: no action can be sampled"
+    )
+    report = text[text.rindex("Traceback") :]
+    assert "in inference" in text and "AsyncError" not in report
+    assert load(run_dir).step == 0
+    assert "FloatingPointError" in (run_dir / "out.log").read_text()
+
+
+def test_losses_that_are_not_finite_stop_the_run_and_spare_the_weights(train, run_dir):
+    env = "tests.wrong_env:make_boundless"
+    program = train(*LOCAL, "--env", env, "--reward_clipping", "none")
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    assert text.splitlines()[-1].startswith("FloatingPointError: 10 updates in a row")
+    assert "in learn_loop" in text
+    found = load(run_dir)
+    assert found.state["learner"]["updates"] == 0
+    # The second learner thread may have got one in before the end.
+    assert found.state["learner"]["skipped"] in (10, 11)
+    for name, tensor in found.tensors["model"].items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def test_local_servers_that_are_never_ready_end_the_run(train, run_dir):
+    env = "tests.wrong_env:make_never"
+    program = train(*LOCAL, "--env", env, "--stall_timeout_s", 1)
+    assert program.wait() == 70, program.text()
+    assert (
+        "no environment server was ready within 1 s (--stall_timeout_s)"
+        in (program.text().splitlines()[-1])
+    )
+    assert not run_dir.exists()
+
+
+def test_an_environment_that_hangs_ends_the_run_with_every_stack(train, run_dir):
+    env = "tests.wrong_env:make_hanging"
+    program = train(*LOCAL, "--env", env, "--stall_timeout_s", 2)
+    program.wait_for_text("about to hang")
+    family = program.family()
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    for function in ("train_async", "learn_loop", "inference"):
+        assert f"in {function}" in text
+    last = text.splitlines()[-1]
+    assert "StallError: no progress for" in last
+    assert "(--stall_timeout_s 2) at step 0, waiting for the environment se" in last
+    assert f"(streams: {N} waiting_for_env; learner queue: 0)" in last
+    assert load(run_dir).step == 0
+    wait_until(lambda: ended(family))
+
+
+# ------------------------------------------------------------------- what a run writes
+
+
+def test_no_action_learned_from_is_older_than_the_maximal_lag(train, run_dir):
+    flags = ["--env", "Catch", "--total_steps", 100 * BATCH, "--max_policy_lag", 0]
+    program = train(*flags, *LOCAL)
+    assert program.wait() == 0, program.text()
+    rows = log_rows(run_dir)
+    lags = [row["policy_lag_max"] for row in rows if row["policy_lag_max"]]
+    assert lags and set(map(float, lags)) == {0.0}
+    last = rows[-1]
+    assert int(last["updates"]) >= 100  # Of batches that may be smaller.
+    ledger = re.search(
+        r"(\d+) rows received = (\d+) learned \+ (\d+) stale \+ (\d+) unused \+ ",
+        program.text(),
+    )
+    received, learned, stale, unused = map(int, ledger.groups())
+    assert learned == int(last["step"])
+    assert stale == int(last["stale_rollouts"]) * 5 > 0
+    assert learned + stale + unused <= received
+
+
+def test_a_run_writes_what_it_did(train, run_dir):
+    env = "tests.counting_env:make_lives"
+    flags = ["--env", env, "--info_keys", "half", "--max_learner_queue_size", 12]
+    program = train(*LOCAL, *flags, "--total_steps", 20 * BATCH)
+    assert program.wait() == 0, program.text()
+    # The status line, and what is running.
+    text = program.text()
+    assert re.search(
+        r"step 400/400  100.0%  400 frames  [\d,]+ SPS  return\(100\)", text
+    )
+    assert "Done: 400 steps." in text
+    assert f"Serving {env} at unix:" in text
+    assert "Network MLPTorso" in text and "learning on cpu, acting on cpu" in text
+
+    rows = log_rows(run_dir)
+    assert [int(row["step"]) for row in rows] == sorted(
+        {int(row["step"]) for row in rows}
+    )
+    last = rows[-1]
+    assert int(last["step"]) == int(last["frames"]) == 400
+    assert int(last["updates"]) == 20
+    assert any(float(row["info_half"] or 0) > 0 for row in rows)
+    assert (int(last["streams"]), int(last["reconnects"])) == (N, 0)
+    assert 0 < float(last["env_step_p50_ms"]) <= float(last["env_step_p99_ms"])
+    assert K <= float(last["inference_batch"]) <= N * K
+    for stage in ("learner", "inference", "env"):
+        shares = [float(row[f"{stage}_busy"]) for row in rows]
+        assert all(0 <= share <= 1 for share in shares) and any(shares), stage
+    assert re.search(r"(learner|inference|env)-bound \d+%", text)
+    assert last["actor_restarts"] == ""  # MonoBeast's.
+    assert "info_half" in (run_dir / "fields.csv").read_text()
+    assert list((run_dir / "tensorboard").iterdir())
+
+    written = meta(run_dir)
+    assert written["flags"]["env"] == env
+    assert written["flags"]["info_keys"] == ["half"]
+    assert written["flags"]["num_actors"] == N * K
+    assert written["flags"]["max_learner_queue_size"] == 12
+    assert isinstance(written["flags"]["seed"], int)
+    assert len(written["first_env_seeds"]) == N * K
+    assert [start["step"] for start in written["starts"]] == [0]
+    assert written["versions"]["torch"] and written["host"]
+
+
+def test_sockets_are_where_pipes_basename_says(train, run_dir, folder):
+    basename = f"unix:{folder}/polybeast"
+    program = train(
+        *LOCAL, "--env", "Catch", "--total_steps", ENDLESS, "--pipes_basename", basename
+    )
+    program.wait_for(lambda: num_rows(run_dir))
+    assert sorted(os.listdir(folder)) == [f"polybeast.{i}" for i in range(N)]
+    stop(program)
+    assert os.listdir(folder) == []
+
+
+def test_a_socket_that_cannot_be_made_is_one_line(train, run_dir, folder):
+    basename = f"unix:{folder}/none/polybeast"
+    program = train(*LOCAL, "--env", "Catch", "--pipes_basename", basename)
+    assert program.wait() == 78, program.text()
+    assert f"there is no folder {folder}/none" in program.text().splitlines()[-1]
+    assert "Traceback" not in program.text()
+
+
+def test_no_checkpoint_is_written_with_disable_checkpoint(train, run_dir):
+    flags = [*LOCAL, "--env", "Catch", "--disable_checkpoint"]
+    program = train(*flags, "--checkpoint_interval_s", 0, "--total_steps", 5 * BATCH)
+    assert program.wait() == 0, program.text()
+    assert num_rows(run_dir) and not list(run_dir.glob("checkpoints/*"))
+
+
+def test_the_profiler_trace_shows_inference_and_learning(train, run_dir):
+    flags = [*LOCAL, "--env", "Catch", "--write_profiler_trace"]
+    program = train(*flags, "--total_steps", ENDLESS)
+    program.wait_for_text("Wrote")
+    stop(program)
+    trace = run_dir / "trace.json"
+    assert f"Wrote {trace}" in program.text()
+    events = json.loads(trace.read_text())["traceEvents"]  # The chrome trace format.
+    threads: dict[str, set] = {}
+    for event in events:
+        if event.get("ph") == "X":
+            assert event["dur"] >= 0
+            threads.setdefault(event["name"], set()).add(event["tid"])
+    assert 1 <= len(threads["inference"]) <= 2 and 1 <= len(threads["learn"]) <= 2
+    assert not threads["inference"] & threads["learn"]
+    # Their operators are inside.
+    assert threads["aten::multinomial"] == threads["inference"]
+    assert any("Backward" in name for name in threads)
+    learns = [e for e in events if e["name"] == "learn" and e.get("ph") == "X"]
+    assert len(learns) >= 3
+
+
+def test_a_run_that_is_too_short_for_a_trace_says_so(train, run_dir):
+    flags = [*LOCAL, "--env", "Catch", "--write_profiler_trace"]
+    program = train(*flags, "--total_steps", BATCH)
+    assert program.wait() == 0, program.text()
+    assert "Too few updates for a trace" in program.text()
+    assert not (run_dir / "trace.json").exists()
+
+
+# --------------------------------------------------------------------------- test mode
+
+
+def test_test_mode_plays_what_was_trained(start, train, run_dir):
+    """The flags of training are found in meta.json: only --xpid is repeated."""
+    flags = [*LOCAL, "--env", "Catch", "--seed", 1, "--learning_rate", 0.002]
+    program = train(*flags, "--epsilon", 0.001, "--total_steps", 200 * BATCH)
+    assert program.wait() == 0, program.text()
+
+    def play(*flags: object) -> dict[str, Any]:
+        program = train("--mode", "test", "--num_episodes", 20, "--seed", 3, *flags)
+        assert program.wait() == 0, program.text()
+        assert "Serving" not in program.text()  # No servers are needed.
+        result = json.loads(program.text().splitlines()[-1])
+        with open(result["csv"], newline="") as file:
+            returns = [float(row["return"]) for row in csv.DictReader(file)]
+        assert len(returns) == 20 and set(returns) <= {-1.0, 1.0}
+        return result
+
+    sampled, greedy = play(), play("--greedy")
+    assert (sampled["env"], sampled["greedy"]) == ("Catch", False)
+    assert (greedy["env"], greedy["greedy"]) == ("Catch", True)
+    assert sampled["step"] == greedy["step"] == 200 * BATCH
+    assert sampled["episodes"] == 20

@@ -1,0 +1,928 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs as processes: bit-equal, killed, stopped, broken, resumed, tested."""
+
+import contextlib
+import csv
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import monobeast
+import polybeast
+from core.algorithm.update import Learner
+from core.environments import toys
+from core.running import checkpoint, run
+from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
+from tools.nemesis import programs
+
+REPOSITORY = Path(__file__).parents[2]
+ENDLESS = 10**9
+SIZES = ["--num_actors", 3, "--envs_per_actor", 2, "--batch_size", 4]
+SIZES += ["--unroll_length", 5]
+BATCH = 4 * 5  # Steps per update.
+SERIAL = ["--serial", *SIZES, "--log_interval_s", 0]
+# Forked actors start in no time; other start methods are tested where they matter.
+ASYNC = [*SIZES, "--start_method", "fork", "--log_interval_s", 0]
+
+
+def main(argv):
+    """Train with both programs as somebody does who calls them from Python."""
+    for module in (monobeast, polybeast):
+        for total_steps in (100, 200):
+            name = ["--xpid", module.__name__, "--total_steps", str(total_steps)]
+            status = module.train(module.parse_flags([*argv, *name]))
+            print(f"{module.__name__} returned {status!r}")
+    return 0
+
+
+# ------------------------------------------------------------- environments for --env
+
+
+class Wrong(toys.Catch):
+    """Catch, but for what `step` does."""
+
+    def __init__(self, step) -> None:
+        super().__init__()
+        self._wrong_step = step
+
+    def step(self, action):
+        return self._wrong_step(super().step(action))
+
+
+def raising_env():
+    def step(result):
+        raise OSError("the simulator is out of coffee")
+
+    return Wrong(step)
+
+
+def misshapen_env():
+    return Wrong(lambda result: (result[0][:7], *result[1:]))
+
+
+def nan_env():
+    """Observations that are not finite: no action can be sampled."""
+    return Wrong(lambda result: (result[0] * np.nan, *result[1:]))
+
+
+def boundless_env():
+    """Rewards whose squares are not finite, when they are not clipped."""
+    return Wrong(lambda result: (result[0], 1e30, *result[2:]))
+
+
+def hanging_env():
+    def hang_forever(result):
+        os.write(1, b"about to hang\n")
+        while True:
+            time.sleep(1000)  # Until killed.
+
+    return Wrong(hang_forever)
+
+
+def suspicious_env():
+    """Catch in a process that notices when anything is unpickled."""
+
+    def notice(event: str, args: tuple) -> None:
+        if event == "pickle.find_class":
+            os.write(2, f"unpickled {args}\n".encode())
+
+    sys.addaudithook(notice)
+    return toys.Catch()
+
+
+# ---------------------------------------------------------------------------- helpers
+
+
+def load(run_dir: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.load(run_dir / "checkpoints")
+    assert found is not None, f"no checkpoint in {run_dir}"
+    return found
+
+
+def log_rows(run_dir: Path) -> list[dict[str, str]]:
+    with open(run_dir / "logs.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def num_rows(run_dir: Path) -> int:
+    path = run_dir / "logs.csv"
+    return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def differences(run_dir: Path, other: Path) -> list[str]:
+    """Name what is not bit for bit equal in the newest checkpoints of two runs."""
+    return programs.differences(run_dir / "checkpoints", other / "checkpoints")
+
+
+def result_of_test(program: Program) -> dict[str, Any]:
+    assert program.wait() == 0, program.text()
+    return json.loads(program.text().splitlines()[-1])
+
+
+# ----------------------------------------------------------------- the same bits again
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--env", "Catch"),
+        ("--env", "tests.counting_env:make_lives", "--use_lstm"),
+        ("--env", "tests.counting_env:make_truncating", "--info_keys", "half"),
+    ],
+)
+def test_two_serial_runs_with_one_seed_are_bitwise_equal(start, tmp_path, flags):
+    seeds = {"a": 7, "b": 7, "c": 8}
+    programs = [
+        start(*SERIAL, *flags, "--total_steps", 400, "--xpid", xpid, "--seed", seed)
+        for xpid, seed in seeds.items()
+    ]
+    assert [program.wait() for program in programs] == [0, 0, 0], programs[0].text()
+    a, b, c = (tmp_path / "runs" / xpid for xpid in seeds)
+    assert load(a).state["learner"]["updates"] >= 400 // BATCH  # Resets are no steps.
+    assert differences(a, b) == []
+    assert "model/policy.weight" in differences(a, c)
+
+
+NUM_KILLS = 20
+# What the clock and the machine say; everything else must be equal.
+MACHINE_COLUMNS = ["time_s", "sps", "rss_mb"]
+MACHINE_COLUMNS += ["learner_busy", "inference_busy", "env_busy"]
+
+
+def kill_somewhere(
+    program: Program, run_dir: Path, kill: int, rng: random.Random, total_steps: int
+) -> bool:
+    """Kill a run while it starts, saves or trains; return whether it was running."""
+
+    def steps_saved() -> list[str]:
+        return [path.name for path in run_dir.glob("checkpoints/step-*")]
+
+    def has_come_far(kill: int) -> bool:
+        step = total_steps * 4 // 5 * (kill + 1) // NUM_KILLS
+        return max(steps_saved(), default="") > f"step-{step:012d}" or has_ended()
+
+    def is_saving() -> bool:
+        # A save may be over before the next look; the run must not be before a kill.
+        saves = any(program.is_saving(run_dir) for _ in range(50))
+        return saves or has_come_far(min(kill + 4, NUM_KILLS - 1))
+
+    def has_ended() -> bool:
+        return not program.is_alive()
+
+    if kill % 4 == 2:
+        wait_until(is_saving)
+    elif kill % 4 == 3:
+        text = rng.choice(["Run", "Preflight: cores"])
+        wait_until(lambda: text in program.text() or has_ended())
+    else:
+        wait_until(lambda: has_come_far(kill))
+    for _ in range(rng.randrange(300)):  # Up to some milliseconds more.
+        steps_saved()
+    program.kill()
+    assert program.process.exitcode in (0, -signal.SIGKILL), program.text()
+    return program.process.exitcode != 0
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("Catch", 400), ("Memory --use_lstm", 160)],
+    ids=["Catch", "Memory"],
+)
+def interrupted(request, start_for_module):
+    """Return two runs with equal flags: one unbroken, one killed at random moments."""
+    start, runs = start_for_module
+    env, updates = request.param
+    flags = ["--env", *env.split(), *SERIAL, "--seed", 5]
+    flags += ["--total_steps", updates * BATCH]
+    name = env.split()[0]
+    whole, broken = runs / f"{name}-whole", runs / f"{name}-broken"
+    unbroken = start(*flags, "--xpid", whole.name)
+    again = [*flags, "--xpid", broken.name, "--checkpoint_interval_s", 0.1]
+    rng = random.Random(11)
+    kills = sum(
+        kill_somewhere(start(*again), broken, kill, rng, updates * BATCH)
+        for kill in range(NUM_KILLS)
+    )
+    last = start(*again)
+    assert last.wait() == 0, last.text()
+    assert unbroken.wait() == 0, unbroken.text()
+    return whole, broken, updates, kills
+
+
+def test_a_run_killed_twenty_times_ends_bit_equal_to_the_unbroken_one(interrupted):
+    whole, broken, updates, kills = interrupted
+    assert kills >= 15
+    assert load(broken).state["learner"]["updates"] == updates
+    assert differences(whole, broken) == []
+
+
+def test_a_run_killed_twenty_times_has_every_log_row_once(interrupted):
+    whole, broken, updates, _ = interrupted
+    assert (broken / "logs.csv").read_text().count("step,frames,") == 1
+    rows = log_rows(broken)
+    assert [int(row["step"]) for row in rows] == [
+        BATCH * (update + 1) for update in range(updates)
+    ]
+    times = [float(row["time_s"]) for row in rows]
+    assert times == sorted(times)
+    for row, expected in zip(rows, log_rows(whole), strict=True):
+        for machine in MACHINE_COLUMNS:
+            del row[machine], expected[machine]
+        assert row == expected
+
+
+def test_no_action_learned_from_is_older_than_the_maximal_lag(start, tmp_path):
+    flags = ["--env", "Catch", "--total_steps", 100 * BATCH, "--xpid", "x"]
+    program = start(*flags, *ASYNC, "--max_policy_lag", 0)
+    assert program.wait() == 0, program.text()
+    rows = log_rows(tmp_path / "runs" / "x")
+    lags = [row["policy_lag_max"] for row in rows if row["policy_lag_max"]]
+    assert lags and set(map(float, lags)) == {0.0}
+    last = rows[-1]
+    assert int(last["updates"]) >= 100  # Of batches that may be smaller.
+    ledger = re.search(
+        r"(\d+) rows received = (\d+) learned \+ (\d+) stale \+ (\d+) unused \+ ",
+        program.text(),
+    )
+    received, learned, stale, unused = map(int, ledger.groups())
+    assert learned == int(last["step"])
+    assert stale == int(last["stale_rollouts"]) * 5 > 0
+    assert learned + stale + unused <= received
+
+
+def test_logs_have_the_documented_header_and_blank_cells(interrupted):
+    whole, *_ = interrupted
+    text = (whole / "logs.csv").read_text()
+    assert text.startswith("step,frames,time_s,sps,mean_episode_return,")
+    assert "nan" not in text.lower()
+    assert log_rows(whole)[0]["best_mean_return"] == ""  # Before 100 games.
+    assert float(log_rows(whole)[-1]["best_mean_return"]) < 1
+    assert log_rows(whole)[-1]["actor_restarts"] == ""  # No actor processes.
+    for stage in ("learner", "inference", "env"):
+        shares = [float(row[f"{stage}_busy"]) for row in log_rows(whole)]
+        assert all(0 < share < 1 for share in shares), stage
+
+
+# ---------------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize(
+    "flags, signum",
+    [(ASYNC, signal.SIGTERM), (ASYNC, signal.SIGINT), (SERIAL, signal.SIGTERM)],
+    ids=["async-SIGTERM", "async-SIGINT", "serial-SIGTERM"],
+)
+def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(
+    start, tmp_path, flags, signum
+):
+    run_dir = tmp_path / "runs" / "x"
+    program = start(*flags, "--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x")
+    program.wait_for(lambda: num_rows(run_dir) >= 3)
+    family = program.family()
+    assert len(family) >= (3 if flags is ASYNC else 0)
+    os.kill(program.pid, signum)
+    assert program.wait() == 75, program.text()
+    step = load(run_dir).step
+    name = signal.Signals(signum).name
+    assert f"Stopped by {name} at step {step}. The same command goes on" in (
+        program.text()
+    )
+    assert int(log_rows(run_dir)[-1]["step"]) == step
+    wait_until(lambda: ended(family))
+
+
+@pytest.mark.parametrize("module", ["monobeast", "polybeast", "polybeast_env"])
+def test_ctrl_c_while_python_imports_ends_a_program_without_a_word(module):
+    with subprocess.Popen(
+        [sys.executable, "-m", module],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_until(lambda: "_multiarray_umath" in maps.read_text())  # NumPy's.
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, text) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum):
+    """As by Ctrl-C in a terminal, or by its end.
+
+    The terminal has not read for a long time, and the environments talk a lot.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "monobeast",
+        "--env",
+        "tests.wrong_env:make_chatty",
+    ]
+    command += [*ASYNC, "--start_method", "forkserver", "--total_steps", ENDLESS]
+    command += ["--xpid", "x", "--savedir", tmp_path]
+    unread, stderr = os.pipe()
+    fill(stderr)
+    with subprocess.Popen(
+        [str(word) for word in command],
+        cwd=REPOSITORY,
+        start_new_session=True,  # A process group of its own, as a shell would make.
+        stdout=stderr,
+        stderr=stderr,
+    ) as process:
+        os.close(stderr)
+        try:
+            wait_until(
+                lambda: num_rows(tmp_path / "x") >= 3 or process.poll() is not None
+            )
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) >= 5  # Three actors, fork server, resource tracker.
+            os.killpg(process.pid, signum)
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+            os.close(unread)
+    text = (tmp_path / "x" / "out.log").read_text()
+    assert process.returncode == 75, text
+    assert f"Stopped by {signum.name}" in text and "chatter" in text
+    assert "Traceback" not in text
+    wait_until(lambda: ended(family))
+
+
+def test_a_stopped_run_goes_on_with_its_step_best_and_recent_returns(start, tmp_path):
+    run_dir = tmp_path / "runs" / "x"
+    flags = [*ASYNC, "--env", "Catch", "--xpid", "x"]
+    program = start(*flags, "--total_steps", ENDLESS)
+
+    def has_played_enough() -> bool:
+        rows = log_rows(run_dir) if num_rows(run_dir) else []
+        return bool(rows and rows[-1]["best_mean_return"])
+
+    program.wait_for(has_played_enough)
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 75, program.text()
+    before, rows_before = load(run_dir), log_rows(run_dir)
+
+    more = 10 * BATCH  # 200 steps: 22 games or fewer, with those that had begun.
+    program = start(*flags, "--total_steps", before.step + more)
+    assert program.wait() == 0, program.text()
+    assert f"goes on from step {before.step}" in program.text()
+    after, rows = load(run_dir), log_rows(run_dir)
+    assert after.step == before.step + more
+    assert rows[: len(rows_before)] == rows_before
+    assert len(rows) > len(rows_before)
+    for name in ("step", "frames", "time_s", "games", "best_mean_return", "updates"):
+        values = [float(row[name]) for row in rows if row[name] != ""]
+        assert values == sorted(values), name
+    ours = after.state["learner"]["episodes"]
+    theirs = before.state["learner"]["episodes"]
+    new = ours["games"] - theirs["games"]
+    assert 0 < new < 40
+    assert ours["returns"][:-new] == theirs["returns"][new:]
+
+
+def test_a_second_signal_ends_the_run_at_once(start, tmp_path):
+    program = start(
+        *ASYNC, "--env", "tests.trainers.test_training:hanging_env", "--xpid", "x"
+    )
+    program.wait_for_text("about to hang")  # So draining takes its second.
+    family = program.family()
+    program.terminate_insistently()
+    assert program.wait() == 128 + signal.SIGTERM, program.text()
+    assert "Second signal" in program.text()
+    wait_until(lambda: ended(family))
+
+
+@pytest.mark.parametrize("env", ["Catch", "tests.trainers.test_training:hanging_env"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_no_process_outlives_a_killed_run(start, tmp_path, method, env):
+    flags = [*ASYNC, "--start_method", method, "--num_actors", 2]
+    program = start(*flags, "--env", env, "--total_steps", ENDLESS, "--xpid", "x")
+    if env == "Catch":
+        run_dir = tmp_path / "runs" / "x"
+        program.wait_for(lambda: num_rows(run_dir))
+    else:
+        program.wait_for_text("about to hang")
+    family = program.family()
+    assert len(family) >= 2, program.text()
+    program.kill()
+    wait_until(lambda: ended(family))
+
+
+def test_both_programs_train_and_go_on_when_called_from_python(start, tmp_path):
+    flags = ["--env", "Catch", "--batch_size", 4, "--unroll_length", 5]
+    program = start(*flags, module="tests.trainers.test_training")
+    assert program.wait() == 0, program.text()
+    for module in ("monobeast", "polybeast"):
+        assert program.text().count(f"{module} returned <Exit.DONE: 0>") == 2
+        assert load(tmp_path / "runs" / module).step >= 200
+        assert "goes on from step 100" in program.text()
+
+
+# ---------------------------------------------------------------------------- failures
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(
+    start, tmp_path
+):
+    env = "tests.trainers.test_training:raising_env"
+    # Four restarts: a fork server has torch imported.
+    fast = ("--start_method", "forkserver", "--num_actors", 1)
+    program = start(*ASYNC, *fast, "--env", env, "--xpid", "x")
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    assert "Actors: 1 processes, environments in each: 2, in all: 2" in text
+    assert "ActorError" in text and "5 times in a row" in text
+    assert "OSError: the simulator is out of coffee" in text
+    assert load(tmp_path / "runs" / "x").step == 0
+
+
+def test_an_environment_that_raises_in_lock_step_ends_the_run_too(start, tmp_path):
+    env = "tests.trainers.test_training:raising_env"
+    program = start(*SERIAL, "--env", env, "--xpid", "x")
+    assert program.wait() == 70, program.text()
+    assert "OSError: the simulator is out of coffee" in program.text()
+    assert load(tmp_path / "runs" / "x").step == 0
+
+
+def test_an_environment_that_breaks_its_spec_is_told_what_was_expected(start):
+    env = "tests.trainers.test_training:misshapen_env"
+    program = start(*SERIAL, "--env", env, "--xpid", "x")
+    assert program.wait() == 70, program.text()
+    assert (
+        "EnvSpecError: env 0 (Wrong) step 1: 'observation' expected float32[10,5], got "
+        "float32[7,5]" in program.text()
+    )
+
+
+@pytest.mark.parametrize("env", ["Catsh", "tests.counting_env:mak", "no.such:env"])
+def test_an_unknown_environment_is_one_line_not_a_traceback(start, env):
+    program = start(*ASYNC, "--env", env, "--xpid", "x")
+    assert program.wait() == 78, program.text()
+    assert f"--env {env}" in program.text()
+    assert "Traceback" not in program.text()
+
+
+def test_losses_that_are_not_finite_stop_the_run_and_spare_the_weights(start, tmp_path):
+    env = "tests.trainers.test_training:boundless_env"
+    program = start(*ASYNC, "--env", env, "--reward_clipping", "none", "--xpid", "x")
+    assert program.wait() == 70, program.text()
+    assert "FloatingPointError: 10 updates in a row" in program.text()
+    found = load(tmp_path / "runs" / "x")
+    # The second learner thread may have got one in before the end.
+    assert found.state["learner"]["skipped"] in (10, 11)
+    assert found.state["learner"]["updates"] == 0
+    for name, tensor in found.tensors["model"].items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def test_observations_that_are_not_finite_are_named_as_the_cause(start, tmp_path):
+    program = start(
+        *SERIAL, "--env", "tests.trainers.test_training:nan_env", "--xpid", "x"
+    )
+    assert program.wait() == 70, program.text()
+    assert "FloatingPointError: no action can be sampled" in program.text()
+    assert "check the environment's observations" in program.text()
+    assert load(tmp_path / "runs" / "x").step == 0
+
+
+def test_an_environment_that_hangs_ends_the_run_with_every_stack(start, tmp_path):
+    env = "tests.trainers.test_training:hanging_env"
+    program = start(*ASYNC, "--env", env, "--stall_timeout_s", 2, "--xpid", "x")
+    program.wait_for_text("about to hang")
+    family = program.family()
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    assert "in hang_forever" in text  # The actor's stack,
+    assert "in train_async" in text  # the main thread's
+    assert "in learn_loop" in text  # and a learner's.
+    assert "StallError: no progress for" in text
+    assert "(--stall_timeout_s 2) at step 0" in text
+    assert load(tmp_path / "runs" / "x").step == 0
+    wait_until(lambda: ended(family))
+
+
+# ------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def _trained(start_for_module) -> Path:
+    start, runs = start_for_module
+    flags = [*SERIAL, "--env", "Catch", "--seed", 3, "--xpid", "trained"]
+    flags += ["--total_steps", 400, "--checkpoint_interval_s", 0]
+    assert (program := start(*flags)).wait() == 0, program.text()
+    return runs / "trained"
+
+
+@pytest.fixture
+def trained(_trained, tmp_path) -> Path:
+    """Return a run of 20 updates, with checkpoints of the last three."""
+    run_dir = tmp_path / "runs" / "x"
+    shutil.copytree(_trained, run_dir)
+    return run_dir
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "checkpoints").glob("step-*"))
+
+
+def spoil(path: Path) -> None:
+    """Flip one bit in the middle of the weights."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_spoiled_checkpoint_is_named_and_the_one_before_is_used(
+    start, trained, _trained
+):
+    *_, before, newest = checkpoints(trained)
+    spoil(newest)
+    flags = [*SERIAL, "--env", "Catch", "--seed", 3, "--xpid", "x"]
+    program = start(*flags, "--total_steps", 400)
+    assert program.wait() == 0, program.text()
+    text = program.text()
+    assert f"Checkpoint not used: {newest}: has another sha256" in text
+    assert f"goes on from step {int(before.name[5:17])}" in text
+    assert differences(trained, _trained) == []
+
+
+def test_nothing_is_trained_or_overwritten_when_every_checkpoint_is_spoiled(
+    start, trained
+):
+    for path in checkpoints(trained):
+        spoil(path)
+    before = contents(trained)
+    program = start(*SERIAL, "--env", "Catch", "--xpid", "x", "--total_steps", 800)
+    assert program.wait() == 74, program.text()
+    assert "no checkpoint in" in program.text()
+    assert all(str(path) in program.text() for path in checkpoints(trained))
+    after = contents(trained)
+    for name in (".lock", "out.log"):
+        del before[name], after[name]
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    "flags, old, new",
+    [
+        (("--env", "Memory"), "Catch", "Memory"),
+        (("--env", "Catch", "--model", "mlp"), "auto", "mlp"),
+        (("--env", "Catch", "--use_lstm"), "False", "True"),
+        (("--env", "Catch", "--seed", 4), "3", "4"),
+        (("--env", "Catch", "--num_actors", 2), "3", "2"),
+        (("--env", "Catch", "--envs_per_actor", 4), "2", "4"),
+        (("--env", "Catch", "--info_keys", "half"), "()", "('half',)"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another(start, trained, flags, old, new):
+    before = contents(trained)
+    program = start(*SERIAL, "--xpid", "x", "--total_steps", 800, *flags)
+    assert program.wait() == 78, program.text()
+    line = program.text().splitlines()[-1]
+    assert line.startswith("ConfigError: --") and "Traceback" not in program.text()
+    assert f" is {new} " in line and f" {old}" in line
+    assert "Choose another --xpid, or leave" in line
+    after = contents(trained)
+    assert {k: v for k, v in before.items() if "step-" in k} == {
+        k: v for k, v in after.items() if "step-" in k
+    }
+
+
+def test_an_asynchronous_run_does_not_go_on_in_lock_step(start, tmp_path):
+    flags = ["--env", "Catch", "--xpid", "x"]
+    program = start(*ASYNC, *flags, "--total_steps", 100)
+    assert program.wait() == 0, program.text()
+    program = start(*SERIAL, *flags, "--total_steps", 200)
+    assert program.wait() == 78, program.text()
+    assert "--serial is True but run x was trained with False" in program.text()
+
+
+def test_a_full_disk_is_survived_while_training_and_fatal_at_the_end(start, tmp_path):
+    run_dir = tmp_path / "runs" / "x"
+    program = start(
+        *ASYNC,
+        *("--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x"),
+        *("--checkpoint_interval_s", 0.2, "--log_interval_s", 0.1),
+    )
+
+    def newest() -> str:
+        assert program.is_alive(), program.text()
+        return max((path.name for path in checkpoints(run_dir)), default="")
+
+    def set_file_size(limit: int) -> None:
+        no_limit = resource.RLIM_INFINITY
+        resource.prlimit(program.pid, resource.RLIMIT_FSIZE, (limit, no_limit))
+
+    wait_until(newest)
+    set_file_size(200_000)  # Logs fit, weights (320 kB) do not.
+    program.wait_for_text("Training goes on.")
+    old, rows = newest(), num_rows(run_dir)
+    wait_until(lambda: num_rows(run_dir) > rows + 2)
+    set_file_size(resource.RLIM_INFINITY)  # There is room again.
+    wait_until(lambda: newest() > old)
+    set_file_size(200_000)
+    count = program.text().count("Training goes on.")
+    wait_until(lambda: program.text().count("Training goes on.") > count)
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 74, program.text()
+    assert "CheckpointError: saving" in program.text()
+    assert load(run_dir).path.name > old
+
+
+def env_with_small_files(limit: int = 100_000):
+    """Catch in a process whose files may not grow beyond `limit` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    return toys.Catch()
+
+
+def env_with_tiny_files():
+    return env_with_small_files(2500)  # For all that is printed, but not meta.json.
+
+
+@pytest.mark.parametrize("size", ["small", "tiny"])
+def test_shared_buffers_beyond_ulimit_f_are_refused_before_anything_runs(
+    start, tmp_path, size
+):
+    env = f"tests.trainers.test_training:env_with_{size}_files"
+    program = start(*SERIAL, "--env", env, "--xpid", "x")
+    assert program.wait() == 78, program.text()
+    last = program.text().splitlines()[-1]
+    assert re.match(
+        r"ConfigError: shared memory: need [\d.]+ MiB, but no file may", last
+    )
+    assert "(ulimit -f)" in last and "Raise the limit" in last
+    assert not (tmp_path / "runs" / "x" / "meta.json").exists()
+
+
+FULL_DISKS = {
+    "inodes": ("nr_inodes=2", "No space left on device", "no inodes left (df -i)"),
+    "space": ("size=4k", "No space left on device", "Free some space (df)"),
+    "read-only": ("ro", "Read-only file system", "choose another --savedir"),
+}
+
+
+@pytest.mark.parametrize("kind", FULL_DISKS)
+def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, kind):
+    options, error, remedy = FULL_DISKS[kind]
+    (disk := tmp_path / "disk").mkdir()
+    mount = f"mount -t tmpfs -o {options} none {disk}"
+    unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, mount]).returncode:
+        pytest.skip("may not mount a tmpfs here")
+    command = [sys.executable, "-m", "monobeast", "--savedir", disk, "--env", "Catch"]
+    done = subprocess.run(
+        [*unshare, mount + ' && exec "$@"', "sh", *map(str, [*command, *SERIAL])],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 74, done.stderr
+    assert error in done.stderr.splitlines()[-1]
+    assert remedy in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_log_that_hangs_stops_neither_training_nor_checkpoints(start, tmp_path):
+    run_dir = tmp_path / "runs" / "x"
+    run_dir.mkdir(parents=True)
+    os.mkfifo(run_dir / "out.log")
+    pipe = os.open(run_dir / "out.log", os.O_RDWR | os.O_NONBLOCK)
+    program = start(
+        *ASYNC,
+        *("--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x"),
+        *("--checkpoint_interval_s", 0.2),
+    )
+    program.wait_for(lambda: num_rows(run_dir))
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(1000))  # Nobody reads it.
+    rows, saved = num_rows(run_dir), load(run_dir).step if checkpoints(run_dir) else 0
+    program.wait_for(lambda: num_rows(run_dir) > rows + 3)
+    program.wait_for(lambda: checkpoints(run_dir) and load(run_dir).step > saved)
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 75, program.text()
+    assert f"The end of {run_dir}/out.log is lost: no answer for" in program.text()
+    os.close(pipe)
+
+
+def stuck_learner_env():
+    """Catch in a process whose learner thread hangs once there is a checkpoint."""
+    monobeast.LEARNER_JOIN_S = run.LOCK_S = 0.1
+    update = Learner.update
+
+    def hang_with_the_lock(learner, *args):
+        if checkpoints(Path(learner.flags.savedir) / learner.flags.xpid):
+            with learner.lock:
+                os.write(2, b"about to hang\n")
+                time.sleep(1e6)
+        update(learner, *args)
+
+    Learner.update = hang_with_the_lock
+    return toys.Catch()
+
+
+def test_a_learner_that_hangs_with_the_lock_does_not_hold_up_the_end(start, tmp_path):
+    env = "tests.trainers.test_training:stuck_learner_env"
+    flags = ["--env", env, "--xpid", "x", "--num_learner_threads", 1]
+    program = start(*ASYNC, *flags, "--checkpoint_interval_s", 0.1)
+    program.wait_for_text("about to hang")
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    assert "learner-0 did not stop within" in text
+    assert "in hang_with_the_lock" in text  # Its stack.
+    assert "No checkpoint of the end: an update has not ended within" in text
+    assert text.splitlines()[-1].startswith("core.errors.StallError: an update has")
+    load(tmp_path / "runs" / "x")  # One from before that.
+
+
+@pytest.mark.parametrize("env", ["make_hanging", "make_hanging_in_c"])
+def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path, env):
+    program = start(
+        *ASYNC,
+        *("--env", f"tests.fault_env:{env}", "--xpid", "x", "--env_step_timeout_s", 1),
+        *("--total_steps", 240),  # More than the first three actors live to make.
+    )
+    assert program.wait() == 0, program.text()
+    text = program.text()
+    assert "call of its environment has taken 1 s (--env_step_timeout_s)" in text
+    assert re.search(
+        r"Current thread .*\n(.*  File .*\n)*.*  File .*fault_env.py", text
+    )
+    last = log_rows(tmp_path / "runs" / "x")[-1]
+    assert int(last["actor_restarts"]) >= 1
+    assert (
+        f"Not normal since the start: {last['actor_restarts']} actor restarts, "
+        f"{last['rollouts_discarded']} rollouts discarded\n"
+    ) in text
+    assert re.search(r"most frequent warnings: .*Actor \d hangs: ", text)
+
+
+def test_an_environment_that_hangs_in_the_programs_own_process_ends_it(start):
+    """At the start, where it is asked for its spaces, and in test mode."""
+    limit = ("--env_step_timeout_s", 1)
+    hangs = ("--env", "tests.fault_env:make_hanging", "--xpid", "x")  # In step 25.
+    trains = start(*SERIAL, *hangs, "--total_steps", 40)
+    asks = start("--env", "tests.fault_env:make_hanging_in_close", *limit)
+    assert asks.wait() == 70, asks.text()
+    assert trains.wait() == 0, trains.text()
+    plays = start("--mode", "test", *hangs, *limit)
+    assert plays.wait() == 70, plays.text()
+    for program, function in ((asks, "close"), (plays, "<lambda>")):
+        assert "has taken 1 s (--env_step_timeout_s)" in program.text()
+        assert re.search(rf"fault_env.py.*in {function}", program.text())
+
+
+@pytest.mark.parametrize("call", ["constructor", "reset", "step", "close"])
+def test_each_call_of_an_environment_has_its_limit_in_lock_step_too(
+    start, tmp_path, call
+):
+    program = start(
+        *(*SERIAL, "--env", f"tests.fault_env:make_hanging_later_in_{call}"),
+        *("--env_step_timeout_s", 1, "--total_steps", 2 * BATCH, "--xpid", "x"),
+    )
+    assert program.wait() == 70, program.text()
+    text = program.text()
+    assert "One call of the environment has taken 1 s (--env_step_timeout_s)" in text
+    assert re.search(r"fault_env.py.* in _hang", text)
+    if call == "close":  # What was learned is safe by then.
+        assert load(tmp_path / "runs" / "x").step == 2 * BATCH
+
+
+def test_a_call_that_holds_the_gil_has_its_limit_in_lock_step_too(start):
+    env = "tests.fault_env:make_hanging_in_c_at_once"
+    program = start(*SERIAL, "--env", env, "--env_step_timeout_s", 1)
+    assert program.wait() == 1, program.text()  # faulthandler's own.
+    assert "Timeout (0:00:06)!" in program.text()
+    assert "fault_env.py" in program.text()  # Its stack.
+
+
+def hanging_update_env():
+    """Catch in a process in which updates hang."""
+
+    def hang_in_update(*args):
+        time.sleep(1e6)
+
+    Learner.update = hang_in_update
+    return toys.Catch()
+
+
+def test_an_update_in_lock_step_that_hangs_shows_its_stack_and_ends(start):
+    env = "tests.trainers.test_training:hanging_update_env"
+    program = start(*SERIAL, "--env", env, "--stall_timeout_s", 1)
+    assert program.wait() == 70, program.text()
+    assert "has taken 1 s (--stall_timeout_s)" in program.text()
+    assert "in hang_in_update" in program.text()
+
+
+# --------------------------------------------------------------------- one run, twice
+
+
+def test_a_finished_run_has_nothing_more_to_do(start, trained):
+    before = contents(trained / "checkpoints")
+    program = start(*SERIAL, "--env", "Catch", "--xpid", "x", "--total_steps", 400)
+    assert program.wait() == 0, program.text()
+    assert "Nothing to do: run x is at step 400 of --total_steps 400" in program.text()
+    assert contents(trained / "checkpoints") == before
+
+
+def test_a_run_that_is_in_progress_is_not_started_again(start, tmp_path):
+    flags = [*ASYNC, "--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x"]
+    first = start(*flags)
+    first.wait_for(lambda: num_rows(tmp_path / "runs" / "x"))
+    second = start(*flags)
+    assert second.wait() == 78
+    assert f"is in use by process {first.pid} on " in second.text()
+    assert first.is_alive()
+
+
+def test_a_run_unpickles_nothing(start, tmp_path):
+    flags = [
+        *SERIAL,
+        "--env",
+        "tests.trainers.test_training:suspicious_env",
+        "--xpid",
+        "x",
+    ]
+    for total_steps in (100, 200):
+        program = start(*flags, "--total_steps", total_steps)
+        assert program.wait() == 0, program.text()
+        assert "unpickled" not in program.text()
+    assert "goes on from step 100" in program.text()
+
+
+# --------------------------------------------------------------------------- test mode
+
+
+def test_test_mode_agrees_with_training(start, tmp_path):
+    """The flags of training are found in meta.json: only --xpid is repeated."""
+    flags = ["--env", "Catch", "--xpid", "x", "--seed", 1, "--serial"]
+    flags += ["--num_actors", 8, "--batch_size", 8, "--total_steps", 50_000]
+    program = start(*flags, "--learning_rate", 0.002, "--epsilon", 0.001)
+    assert program.wait() == 0, program.text()
+    trained = float(log_rows(tmp_path / "runs" / "x")[-1]["mean_episode_return"])
+    assert trained > 0.8
+    result = result_of_test(
+        start("--mode", "test", "--xpid", "x", "--num_episodes", 100, "--seed", 2)
+    )
+    assert result["episodes"] == 100
+    assert result["step"] >= 50_000
+    # Two means of 100 games each with this standard error, and a policy that moved.
+    assert abs(result["mean_return"] - trained) < 4 * max(result["stderr"], 0.03)
+
+
+def test_test_mode_plays_a_recurrent_policy(start_for_module, interrupted):
+    start, _ = start_for_module
+    whole, *_ = interrupted
+    result = result_of_test(
+        start("--mode", "test", "--xpid", whole.name, "--num_episodes", 3)
+    )
+    assert result["env"] == whole.name.removesuffix("-whole")
+    assert result["episodes"] == 3
+    assert {"mean_return", "stderr", "min", "max"} <= result.keys()
+
+
+def test_test_mode_writes_videos(start, trained):
+    program = start("--mode", "test", "--xpid", "x", "--num_episodes", 2, "--video")
+    assert result_of_test(program)["episodes"] == 2
+    videos = sorted((trained / "video").glob("*.mp4"))
+    assert [path.name for path in videos] == ["game-000.mp4", "game-001.mp4"]
+    assert all(path.read_bytes()[4:8] == b"ftyp" for path in videos)
+
+
+def test_test_mode_without_a_checkpoint_says_so(start, trained):
+    shutil.rmtree(trained / "checkpoints")
+    program = start("--mode", "test", "--xpid", "x")
+    assert program.wait() == 78, program.text()
+    assert "holds no checkpoint yet" in program.text()
+    assert "Traceback" not in program.text()
+
+
+def test_test_mode_of_an_unknown_run_says_what_to_name(start):
+    program = start("--mode", "test", "--xpid", "nowhere")
+    assert program.wait() == 2, program.text()
+    assert "nowhere holds no run" in program.text() and "--xpid" in program.text()
