@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fork server that MonoBeast's actor processes are forked from.
 
-`start` starts multiprocessing's fork server, which imports the trainer once. Before the
-trainer it imports this module, which makes the fork server end when its program ends.
+`ForkServer` starts multiprocessing's fork server, which imports the trainer once.
+Before the trainer it imports this module, which makes the fork server end when its
+program ends.
 
 By itself, multiprocessing's fork server ends when the last process that it forked has
 ended. A process that hangs in C code never notices that its program was killed, so that
@@ -20,10 +21,17 @@ import select
 import signal
 import socket
 import sys
+from concurrent import futures
 from multiprocessing import forkserver
 from typing import Any
 
-from core.running.supervise import continue_if_stopped, send_at_parents_end
+from core.running.supervise import (
+    continue_if_stopped,
+    send_at_parents_end,
+    start_thread,
+)
+
+LOOK_S = 0.5  # Interval in which a thread looks whether the fork server is stopped.
 
 # multiprocessing starts a fork server by `python -c "... main(listener, alive, ..."`.
 # The two numbers are file descriptors: its socket, and a pipe that closes when the last
@@ -31,14 +39,43 @@ from core.running.supervise import continue_if_stopped, send_at_parents_end
 _COMMAND = re.compile(r"from multiprocessing\.forkserver .*main\((\d+), (\d+), ")
 
 
-def start(context: Any, preload: str) -> None:
-    """Start the fork server of this process; it goes on to import module `preload`.
+class ForkServer:
+    """This process's fork server, which a thread continues whenever it is stopped.
 
-    Call it in a thread that lives as long as the program: the fork server ends together
-    with the thread that started it.
+    A stopped fork server neither starts processes nor reports their ends, and whoever
+    waits for it waits without a limit: the main thread, which starts and joins actors,
+    must not be the one that continues it.
     """
-    context.set_forkserver_preload([__name__, preload])
-    forkserver.ensure_running()
+
+    def __init__(self, context: Any, preload: str):
+        """Start the fork server; it goes on to import module `preload`.
+
+        Call this in a thread that lives as long as the program: the fork server ends
+        together with the thread that started it.
+        """
+        context.set_forkserver_preload([__name__, preload])
+        forkserver.ensure_running()
+        self._import = start_thread("fork-server", wait, context)
+        self._closed: futures.Future = futures.Future()
+        self._watch = start_thread("fork-server-watch", self._keep_going)
+
+    def has_imported(self) -> bool:
+        """Say whether the fork server has imported everything."""
+        return self._import.done()
+
+    def _keep_going(self) -> None:
+        # A program that ends during the import joins the process of `wait`.
+        while futures.wait([self._closed, self._import], LOOK_S).not_done:
+            # No public name. multiprocessing replaces a dead fork server by another.
+            pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+            if pid is not None:
+                continue_if_stopped("The fork server", pid)
+
+    def close(self) -> None:
+        """End the thread; the fork server itself ends with the program."""
+        self._closed.set_result(None)
+        if self.has_imported():
+            self._watch.result()  # A process that forks next must have one thread.
 
 
 def wait(context: Any) -> None:
@@ -75,16 +112,6 @@ def end_with_program(listener: int, alive: int) -> None:
     send_at_parents_end(signal.SIGCONT)
     if select.select([alive], [], [], 0)[0]:  # The program has already ended.
         end()
-
-
-def keep_going() -> None:
-    """Continue this process's fork server if somebody has stopped it.
-
-    A stopped fork server neither starts processes nor reports their ends.
-    """
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # No public name.
-    if pid is not None:
-        continue_if_stopped("The fork server", pid)
 
 
 # Only in the fork server itself. A child that it has forked has the same command line,

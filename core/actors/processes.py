@@ -11,7 +11,6 @@ that is killed cannot leave behind a lock that another process waits for.
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import faulthandler
@@ -30,7 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import nn
 
-from core.actors import fork_server
+from core.actors.fork_server import ForkServer
 from core.actors.shared_memory import RolloutBuffers, SharedArrays, SharedWeights
 from core.algorithm.counters import BusyTime
 from core.environments.stepping import Environments, env_seed
@@ -40,7 +39,7 @@ from core.running.compute import set_torch_threads
 from core.running.machine import be_killed_first_for_memory, lower_priority
 from core.running.randomness import seed_rng
 from core.running.signals import STOP_SIGNALS, kill_if_hung, show_stacks
-from core.running.supervise import RestartBudget, describe_exit, start_thread
+from core.running.supervise import RestartBudget, describe_exit
 from core.running.unit import Unit
 
 log = logging.getLogger(__name__)
@@ -221,12 +220,11 @@ class Actors:
         self._output = terminal.ChildOutput()
         self._incarnation = first_incarnation
         self._context = multiprocessing.get_context(flags.start_method)
-        self._import: concurrent.futures.Future | None = None
+        self._fork_server: ForkServer | None = None
         if flags.start_method == "forkserver":
             # The fork server imports torch once, and then forks actors within
             # milliseconds.
-            fork_server.start(self._context, preload)
-            self._import = start_thread("fork-server", fork_server.wait, self._context)
+            self._fork_server = ForkServer(self._context, preload)
         self.slots = [ActorSlot(i, RestartBudget()) for i in range(flags.num_actors)]
         # Guards everything below, and the slots' `held` and `pipe`.
         self._changed = threading.Condition()
@@ -241,7 +239,7 @@ class Actors:
 
     def start(self) -> None:
         """Start every actor that is due, once the fork server is ready."""
-        if self._import is not None and not self._import.done():
+        if self._fork_server is not None and not self._fork_server.has_imported():
             return
         for slot in self.slots:
             if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
@@ -267,7 +265,6 @@ class Actors:
         )
         self._incarnation += 1
         self._clock[i] = 0.0
-        fork_server.keep_going()
         try:
             process.start()
         except (OSError, EOFError) as error:
@@ -365,9 +362,7 @@ class Actors:
                     self._hand_out()
                     self._changed.notify_all()
         except (EOFError, OSError):
-            # The process is ending. Its sentinel comes next, if the fork server, which
-            # reports the end of the processes that it forked, is not stopped.
-            fork_server.keep_going()
+            # The process is ending. Its sentinel comes next.
             with self._changed:
                 self._hang_up(slot)
 
@@ -468,7 +463,6 @@ class Actors:
         with self._changed:
             for slot in self.slots:
                 self._hang_up(slot)
-        fork_server.keep_going()
         processes = [s.process for s in self.slots if s.process is not None]
         deadline = time.monotonic() + ACTOR_EXIT_S
         for process in processes:
@@ -476,3 +470,5 @@ class Actors:
             process.kill()
         for process in processes:
             process.join()
+        if self._fork_server is not None:
+            self._fork_server.close()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`core.actors.processes`: deaths of actors, and rollouts that arithmetic can check."""
 
+import multiprocessing.forkserver
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from core.actors import fork_server, prepare, processes
 from core.environments.toys import Catch
 from core.nests import map_nest
 from core.running.supervise import start_thread
+from core.running.unit import Unit
 from tests.actors.pool import E, Pool, make_flags
 from tests.conftest import DEADLINE_S, ended, wait_until
 from tests.counting_env import check_rollout, decode
@@ -161,6 +163,35 @@ def test_while_the_fork_server_imports_nobody_waits(monkeypatch):
     is_ready.set()
     wait_until(lambda: actors.poll(0.01) or actors.pids())
     actors.close()
+
+
+def test_whenever_the_program_waits_for_a_stopped_fork_server_it_is_continued(
+    monkeypatch, background
+):
+    """The program starts and joins actors, and waits for the import."""
+    monkeypatch.setattr(fork_server, "LOOK_S", 0.01)
+    stopped: set[int] = set()
+
+    def stop_before(function):
+        def stop_and_call(*args):
+            stopped.add(multiprocessing.forkserver._forkserver._forkserver_pid)
+            os.kill(max(stopped), signal.SIGSTOP)
+            return function(*args)
+
+        return stop_and_call
+
+    for owner, name in ((Unit, "start"), (Unit, "join"), (fork_server, "wait")):
+        monkeypatch.setattr(owner, name, stop_before(getattr(owner, name)))
+
+    def run() -> None:
+        with Pool(make_flags("Catch")) as pool:
+            pool.next_rollout()
+
+    try:
+        background(run).result(timeout=DEADLINE_S)
+    finally:
+        (pid,) = stopped
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
