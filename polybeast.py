@@ -384,6 +384,7 @@ def inference(
     weights: Weights,
     inference_batcher: libtorchbeast.DynamicBatcher,
     busy: counters.BusyTime,
+    trace: Trace,
 ) -> None:
     """Choose actions for all environments that wait, batch after batch.
 
@@ -405,7 +406,7 @@ def inference(
     version = -1
     for batch in inference_batcher:
         with (
-            torch.profiler.record_function("inference"),
+            trace.span("inference"),
             busy.measure("inference", workers=flags.num_inference_threads),
         ):
             with in_stream(stream):
@@ -460,16 +461,14 @@ def learn_loop(
     learner: Learner,
     weights: Weights,
     learner_queue: libtorchbeast.BatchingQueue,
+    trace: Trace,
 ) -> None:
     """Run one learner thread: take a batch of rollouts, learn, publish the weights."""
     set_torch_threads(flags.learner_cores)
     stream = create_stream(flags.learner_device)
     for (env_rows, agent_rows), agent_state in learner_queue:
         batch = {**env_rows, **agent_rows}
-        with (
-            torch.profiler.record_function("learn"),
-            explain_out_of_memory(batch, learner.net),
-        ):
+        with trace.span("learn"), explain_out_of_memory(batch, learner.net):
             learner.update(batch, agent_state, stream)
         with learner.lock:
             weights.publish(learner.net, learner.updates)
@@ -610,10 +609,10 @@ def train_async(
         try:
             for i in range(flags.num_inference_threads):
                 net = copy_for_acting(flags, learner.net)
-                args = (flags, net, weights, inference_batcher, learner.busy)
+                args = (flags, net, weights, inference_batcher, learner.busy, trace)
                 start(f"inference-{i}", inference, *args)
             for i in range(flags.num_learner_threads):
-                args = (flags, learner, weights, learner_queue)
+                args = (flags, learner, weights, learner_queue, trace)
                 start(f"learner-{i}", learn_loop, *args)
             # Last: when inference fails the actors fail too, and the first failed
             # thread is the one reported.

@@ -40,6 +40,7 @@ from core.algorithm.update import compute_gradient, compute_loss
 from core.nests import map_nest
 from core.running.machine import keep_freed_memory, num_cores
 from core.running.supervise import start_thread
+from core.running.trace import Trace
 
 LEARNER_THREADS = 2
 BATCHES = (8, 32, 128, 512)
@@ -156,9 +157,9 @@ def measure_inference(
         learner_device=device,
         num_inference_threads=1,
     )
-    busy = counters.BusyTime()
+    stages = (counters.BusyTime(), Trace(None))
     start_thread(
-        "i", polybeast.inference, flags, net, weights, batches(), busy
+        "i", polybeast.inference, flags, net, weights, batches(), *stages
     ).result()
     return {**figures, "rps": 1e6 * num_rows / figures["batch_us"]}
 

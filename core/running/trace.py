@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A profiler trace of a few updates."""
 
+import contextlib
 import logging
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,15 +13,16 @@ from torch._C._profiler import _ExperimentalConfig
 log = logging.getLogger(__name__)
 
 UNTRACED_UPDATES = 5  # The first updates of a run are slower than the others.
-TRACED_UPDATES = 3
+TRACED_SPANS = 3  # Of each name: updates, and batches of inference.
 
 
 class Trace:
-    """Traces TRACED_UPDATES updates with the profiler of torch. A context manager.
+    """Traces a few updates with the profiler of torch. A context manager.
 
     The file opens in chrome://tracing or ui.perfetto.dev. The trace shows the threads
-    that run torch: inference and learners, but not the actor pool. Call all methods in
-    one thread: a profiler belongs to the thread that started it.
+    that run torch: inference and learners, but not the actor pool. `span` is called in
+    these threads; call all else in one thread: a profiler belongs to the thread that
+    started it.
 
     Args:
       path: the file to write, or None to trace nothing.
@@ -28,6 +32,9 @@ class Trace:
         self._path = path
         self._begin: int | None = None  # The first update to trace.
         self._is_running = False
+        self._lock = threading.Lock()
+        # Guarded by _lock. How often each span has been traced from begin to end.
+        self._spans: dict[str, int] = {}
         # None when there is nothing to trace, or nothing more.
         self._profiler: torch.profiler.profile | None = None
         if path is not None:
@@ -44,16 +51,28 @@ class Trace:
         elif self._profiler is not None:
             log.warning("Too few updates for a trace: %s not written", self._path)
 
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Show the block in the trace."""
+        with self._lock:
+            self._spans.setdefault(name, 0)
+        is_traced = self._is_running  # The profiler ignores what began before it.
+        with torch.profiler.record_function(name):
+            yield
+        with self._lock:
+            self._spans[name] += is_traced
+
     def tick(self, updates: int) -> None:
         """Begin or end the trace, given the number of updates so far."""
         if self._profiler is None:
             return
         if self._begin is None:
             self._begin = updates + UNTRACED_UPDATES
-        if self._is_running and updates >= self._begin + TRACED_UPDATES:
+        with self._lock:
+            is_complete = all(n >= TRACED_SPANS for n in self._spans.values())
+        if self._is_running and is_complete:
             self._write()
         elif not self._is_running and updates >= self._begin:
-            self._begin = updates
             self._profiler.start()
             self._is_running = True
 

@@ -28,6 +28,7 @@ from core.nests import leaves, map_nest
 from core.remote import env_server
 from core.remote.frames import Steps, value_ranges
 from core.running.supervise import start_thread
+from core.running.trace import Trace
 from tests import counting_env
 from tests.conftest import DEADLINE_S, wait_until
 
@@ -392,7 +393,7 @@ def test_inference_leaves_the_cores_to_a_learner_that_needs_them(
             learner_cores=cores,
             cuda_graphs=False,
         )
-        polybeast.inference(flags, None, None, [], None)
+        polybeast.inference(flags, None, None, [], None, Trace(None))
 
     start_thread("inference", infer).result(DEADLINE_S)
     assert asked == ([(more, "inference")] if more else [])
@@ -417,11 +418,10 @@ def test_inference_keeps_to_one_core_beside_a_learner_on_several():
         is_learning.set()
         yield from ()
 
-    acting = start_thread(
-        "inference", polybeast.inference, flags, None, None, inference_batcher(), None
-    )
+    args = (flags, None, None, inference_batcher(), None, Trace(None))
+    acting = start_thread("inference", polybeast.inference, *args)
     assert is_acting.wait(DEADLINE_S)
-    args = (flags, None, None, learner_queue())
+    args = (flags, None, None, learner_queue(), Trace(None))
     start_thread("learner", polybeast.learn_loop, *args).result(DEADLINE_S)
     acting.result(DEADLINE_S)
     assert used == {"inference": 1, "learner": 2}

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`core.running.trace`: what a trace has before it is written."""
+
+import json
+
+from core.running.trace import TRACED_SPANS, UNTRACED_UPDATES, Trace
+
+
+def test_a_trace_is_written_once_it_has_enough_of_each_span(tmp_path):
+    """Many updates may end between two ticks, and spans begin before the trace."""
+    path = tmp_path / "trace.json"
+    with Trace(path) as trace:
+        trace.tick(0)
+        for name in ("inference", "learn"):
+            with trace.span(name):
+                pass
+        with trace.span("learn"):
+            trace.tick(UNTRACED_UPDATES)
+        for name in ("inference", "learn"):
+            for _ in range(TRACED_SPANS):
+                trace.tick(1000)
+                assert not path.exists()
+                with trace.span(name):
+                    pass
+        trace.tick(1000)
+    events = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    assert [events.count(name) for name in ("inference", "learn")] == [TRACED_SPANS] * 2
