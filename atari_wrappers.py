@@ -28,13 +28,18 @@ episode's first observation (no-ops, fire) are dropped.
 import collections
 from typing import Any
 
-import ale_py
-import cv2
 import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import TimeLimit
 
 from core.environments.make import make
+
+IMPORT_ERROR: str | None = None
+try:
+    import ale_py
+    import cv2
+except ImportError as error:  # Only Atari games need them: make_atari raises it.
+    IMPORT_ERROR = str(error)
 
 # Indices in the minimal and in the full action set of every game.
 NOOP, FIRE = 0, 1
@@ -141,8 +146,14 @@ def make_atari(
       wrappers: as `wrap` takes them.
 
     Raises:
-      ValueError: `env_id` is no Atari game, or an option is out of its range.
+      ValueError: `env_id` is no Atari game, or an option is out of its range, or a
+        package is not installed.
     """
+    if IMPORT_ERROR:
+        raise ValueError(
+            f"--env {env_id}: {IMPORT_ERROR}. Atari games need: "
+            "pip install ale-py opencv-python-headless"
+        )
     if not is_atari(env_id):
         raise ValueError(
             f"{env_id} is not the id of an Atari game; expected one such as "
@@ -218,10 +229,10 @@ def wrap(
     return FrameStack(env)
 
 
-class Emulator(ale_py.AtariEnv):
+class Emulator(gym.Wrapper):
     """The emulator: a step is one frame and returns no observation.
 
-    ale_py's own environment draws every frame, but MaxAndSkip uses only two of four.
+    ale_py's own `step` draws every frame, but MaxAndSkip uses only two of four.
     The emulator applies sticky actions (Machado et al. 2018) in each frame.
     """
 
@@ -229,9 +240,9 @@ class Emulator(ale_py.AtariEnv):
         # Without this, each of many actors prints a banner. Errors still show.
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         no_limit = 0  # The wrapper TimeLimit has the limit.
-        super().__init__(
-            **{**options, "frameskip": 1, "max_num_frames_per_episode": no_limit}
-        )
+        options |= {"frameskip": 1, "max_num_frames_per_episode": no_limit}
+        super().__init__(ale_py.AtariEnv(**options))
+        self.ale = self.unwrapped.ale
         self._actions = (
             self.ale.getLegalActionSet()
             if options.get("full_action_space")

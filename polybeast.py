@@ -58,6 +58,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import atari_wrappers
 import libtorchbeast
 import nest
 import polybeast_env
@@ -185,7 +186,7 @@ def check_flags(
     parser: argparse.ArgumentParser, flags: argparse.Namespace
 ) -> argparse.Namespace:
     """Set defaults that depend on other flags; refuse flags that contradict others."""
-    is_atari = flags.env is None or polybeast_env.is_atari(flags.env)
+    is_atari = flags.env is None or atari_wrappers.is_atari(flags.env)
     common_flags.check_common(parser, flags, is_atari=is_atari)
     if flags.num_learner_threads is None:
         flags.num_learner_threads = 2

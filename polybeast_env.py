@@ -36,16 +36,15 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 import argparse
-import contextlib
 import functools
 import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 
+import atari_wrappers
 from core import flag_types
 from core.environments import stepping
 from core.environments.make import make
@@ -75,9 +74,7 @@ def create_env(flags: argparse.Namespace, render_mode: str | None = None) -> Any
     Args:
       render_mode: None when training; "rgb_array" or "human" when testing.
     """
-    if is_atari(flags.env):
-        import atari_wrappers
-
+    if atari_wrappers.is_atari(flags.env):
         return atari_wrappers.make_atari(
             flags.env, **atari_options(flags), render_mode=render_mode
         )
@@ -107,20 +104,8 @@ def create_environments(
     )
 
 
-def is_atari(name: str) -> bool:
-    """Return whether `--env name` is an Atari game. Does not import cv2."""
-    with contextlib.suppress(ImportError):
-        import ale_py
-
-        gym.register_envs(ale_py)
-    spec = gym.registry.get(name.removeprefix("gym:"))
-    return spec is not None and str(spec.entry_point).startswith("ale_py")
-
-
 def atari_options(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `atari_wrappers.make_atari` that the flags give."""
-    import atari_wrappers
-
     given = {key: getattr(flags, key) for key in common_flags.ATARI_FLAGS}
     return atari_wrappers.protocol(
         given.pop("atari_protocol") or "impala",
@@ -133,7 +118,7 @@ def env_options(flags: argparse.Namespace) -> dict[str, Any]:
 
     Values are bool, int, float or str. --mode test uses those in ATARI_FLAGS again.
     """
-    if not is_atari(flags.env):
+    if not atari_wrappers.is_atari(flags.env):
         return {}
     return {"atari_protocol": flags.atari_protocol or "impala", **atari_options(flags)}
 
@@ -193,7 +178,9 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
         flags.envs_per_stream = server_flags.ENVS_PER_STREAM
     if flags.streams_per_server is None:
         flags.streams_per_server = server_flags.STREAMS_PER_SERVER
-    common_flags.check_atari_flags(parser, flags, is_atari=is_atari(flags.env))
+    common_flags.check_atari_flags(
+        parser, flags, is_atari=atari_wrappers.is_atari(flags.env)
+    )
     return flags
 
 
@@ -236,9 +223,6 @@ def serve(flags: argparse.Namespace) -> Exit:
     """
     addresses = addresses_to_serve(flags)
     supervisor.raise_file_limit()
-    if is_atari(flags.env):
-        import atari_wrappers  # noqa: F401  # Once, before the servers are forked.
-
     parent = [sys.stdin.fileno()] if flags.with_parent else []
     if flags.with_parent:  # A stopped process (SIGSTOP) would not see its parent's end.
         send_at_parents_end(signal.SIGCONT)

@@ -162,7 +162,7 @@ def _unknown(name: str, names: list[str]) -> str:
         f"gym:ID, Catch or Memory.{_did_you_mean([by_lower[n] for n in near])}"
     )
     if importlib.util.find_spec("ale_py") is None:
-        message += " (For Atari games: pip install ale-py)"
+        message += " (Atari games need: pip install ale-py opencv-python-headless)"
     return message
 
 

@@ -408,7 +408,7 @@ def check_atari_flags(
         if value is not None:
             parser.error(
                 f"--{flag} is {value} but --env is {flags.env}, which is not an Atari "
-                f"game made by ALE. Leave --{flag} out."
+                f"game that ale-py (if it is installed) knows. Leave --{flag} out."
             )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atari preprocessing: frame by frame against Gymnasium's, and cases by hand."""
 
+import runpy
 import sys
 import types
 
@@ -108,10 +109,10 @@ def test_actions_stick_in_single_frames_with_the_given_probability():
         action = int(rng.integers(sticky.action_space.n))
         sticky.step(action)
         memory = sticky.ale.getRAM()
-        before = plain.clone_state()
+        before = plain.unwrapped.clone_state()
         leads_there = {}
         for candidate in (last, action):
-            plain.restore_state(before)
+            plain.unwrapped.restore_state(before)
             plain.step(candidate)
             leads_there[candidate] = np.array_equal(plain.ale.getRAM(), memory)
         assert any(leads_there.values())
@@ -119,7 +120,7 @@ def test_actions_stick_in_single_frames_with_the_given_probability():
             num_told += 1
             num_repeated += leads_there[last]
         if not leads_there[action]:
-            plain.restore_state(before)
+            plain.unwrapped.restore_state(before)
             plain.step(last)
         else:
             last = action
@@ -566,6 +567,13 @@ def test_a_protocol_takes_changes_of_its_points_only():
 )
 def test_is_atari_knows_the_ids_of_ale(env_id, expected):
     assert atari_wrappers.is_atari(env_id) is expected
+
+
+def test_missing_opencv_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cv2", None)  # `import cv2` raises an exception.
+    module = runpy.run_path(atari_wrappers.__file__)
+    with pytest.raises(ValueError, match=r"cv2.*pip install .*opencv"):
+        module["make_atari"]("PongNoFrameskip-v4")
 
 
 @pytest.mark.parametrize(

@@ -1318,16 +1318,11 @@ def test_sockets_of_a_killed_program_are_taken_over(start, folder):
         client.step(0)
 
 
-BLOCKER = """
-import importlib.abc, sys
-BLOCKED = ["torch", "libtorchbeast", "psutil", "rich", "cv2", "safetensors"]
-BLOCKED += ["google.protobuf"]
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name in BLOCKED:
-            raise ModuleNotFoundError(f"{name} is not for environment servers")
-sys.meta_path.insert(0, Blocker())
-import runpy
+# A machine of environment servers: it has grpcio, numpy and gymnasium only.
+SMALL_MACHINE = """
+import runpy, sys
+names = "torch libtorchbeast psutil rich cv2 ale_py safetensors google.protobuf"
+sys.modules |= dict.fromkeys(names.split())  # None: `import` raises an exception.
 sys.argv = ["polybeast_env", *sys.argv[1:]]
 runpy.run_module("polybeast_env", run_name="__main__")
 """
@@ -1336,8 +1331,8 @@ runpy.run_module("polybeast_env", run_name="__main__")
 def test_servers_need_grpcio_numpy_and_gymnasium_only(folder, tmp_path):
     with open(tmp_path / "out", "w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", BLOCKER, "--env", "Catch", "--num_servers", "1"]
-            + ["--server_address", f"unix:{folder}/s"],
+            [sys.executable, "-c", SMALL_MACHINE, "--env", "CartPole-v1"]
+            + ["--num_servers", "1", "--server_address", f"unix:{folder}/s"],
             cwd=ROOT,
             stderr=file,
         )
@@ -1349,6 +1344,21 @@ def test_servers_need_grpcio_numpy_and_gymnasium_only(folder, tmp_path):
     finally:
         process.terminate()
         assert process.wait(DEADLINE_S) == Exit.DONE
+
+
+def test_servers_without_ale_py_say_what_atari_needs(folder):
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_MACHINE, "--env", "PongNoFrameskip-v4"]
+        + ["--num_servers", "1", "--server_address", f"unix:{folder}/s"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == Exit.CONFIG, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "--env PongNoFrameskip-v4" in line
+    assert "pip install ale-py opencv-python-headless" in line
 
 
 def test_servers_recover_from_running_out_of_files(start, folder):
