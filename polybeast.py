@@ -72,6 +72,7 @@ from core.algorithm.gpu import (
     in_stream,
     wait_for,
 )
+from core.algorithm.normalization import InputNorm
 from core.algorithm.policy import sample_action
 from core.algorithm.recurrent import create_lstm, unroll_lstm
 from core.algorithm.torsos import TORSOS, model_for, orthogonal
@@ -241,6 +242,7 @@ class Net(nn.Module):
         use_lstm: bool = False,
         clip_rewards: bool = True,
         bfloat16: bool = False,
+        normalize_observations: bool = False,
     ):
         super().__init__()
         if not isinstance(action_space, gym.spaces.Discrete):
@@ -256,6 +258,11 @@ class Net(nn.Module):
         self.first_action = int(action_space.start)
         self.clip_rewards = clip_rewards
         self.bfloat16 = bfloat16
+        self.normalize = (
+            InputNorm(observation_space, clip_rewards=clip_rewards)
+            if normalize_observations
+            else nn.Identity()
+        )
         self.torso = TORSOS[model](observation_space)
         core_size = self.torso.num_features + self.num_actions + 1
         self.core = create_lstm(core_size, LSTM_SIZE) if use_lstm else None
@@ -282,6 +289,7 @@ class Net(nn.Module):
         Returns:
           policy_logits [T, B, A] and baseline [T, B], and the state after the last row.
         """
+        rows = self.normalize(rows)
         T, B = rows["done"].shape
         observation = map_nest(lambda x: x.flatten(0, 1), rows["observation"])
         with torch.autocast(
@@ -315,6 +323,7 @@ def create_net(flags: argparse.Namespace, spaces: Spaces) -> Net:
         use_lstm=flags.use_lstm,
         clip_rewards=flags.reward_clipping == "abs_one",
         bfloat16=flags.precision == "bfloat16",
+        normalize_observations=flags.normalize_observations,
     )
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from core.running import checkpoint
+from core.running.common_flags import NETWORK_FLAGS
 
-FLAGS = ("env", "model", "use_lstm")  # All that is needed of those in a checkpoint.
+FLAGS = ("env", *NETWORK_FLAGS)  # All that is needed of those in a checkpoint.
 
 
 def publish(run_dir: Path, out: Path) -> Path:
@@ -37,7 +38,7 @@ def publish(run_dir: Path, out: Path) -> Path:
                 for name, tensor in found.tensors["model"].items()
             }
         },
-        state={"flags": {key: found.state["flags"][key] for key in FLAGS}},
+        state={"flags": {k: v for k, v in found.state["flags"].items() if k in FLAGS}},
         keep=1,
     )
 

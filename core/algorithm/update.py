@@ -61,7 +61,7 @@ class Learner:
           loss: called like `compute_loss`, which is the default.
         """
         self.flags = flags
-        self.net = net
+        self.net: Any = net  # The Net of a trainer, which core does not import.
         self.device = next(net.parameters()).device
         self.optimizers = list(optimizers)
         for optimizer in self.optimizers:
@@ -140,6 +140,8 @@ class Learner:
             if is_finite:
                 for optimizer in self.optimizers:
                     optimizer.step()
+                if flags.normalize_observations:
+                    net.normalize.learn(rows)
             self._count(batch, sums, is_finite)
 
     def _fresh_columns(self, batch: Nest) -> np.ndarray:

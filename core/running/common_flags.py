@@ -178,6 +178,10 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# Flags that a network's parameters and buffers depend on, next to the environment.
+NETWORK_FLAGS = ("model", "use_lstm", "normalize_observations")
+
+
 ATARI_FLAGS = (
     "atari_protocol",
     "episodic_life",
@@ -246,6 +250,14 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         help="number format in which the network's torso computes. bfloat16 is about "
         "1.5 times as fast on CPUs that support it (AVX512-BF16, AMX); weights, "
         "losses, LSTM and optimizer stay float32",
+    )
+    learner.add_argument(
+        "--normalize_observations",
+        action="store_true",
+        help="subtract the running mean of each observed float, divide by its running "
+        "standard deviation and clip to [-10, 10]; the last reward, too, with "
+        "--reward_clipping none. The statistics are those of all rows learned from. "
+        "Integers and Discrete values stay as they are",
     )
     learner.add_argument(
         "--cuda_graphs",
@@ -347,7 +359,7 @@ def parse(
         )
     meta = folder.read_meta(run_dir)
     trained = meta["flags"]
-    keep = ("env", "model", "use_lstm", "precision", "reward_clipping")
+    keep = ("env", *NETWORK_FLAGS, "precision", "reward_clipping")
     parser.set_defaults(**{key: trained[key] for key in keep if key in trained})
     if flags.atari_protocol is None:  # If given, it defines all Atari options.
         # The options of a remote server override the recorded flags. As a command line

@@ -12,6 +12,7 @@ from core.algorithm.update import Learner
 from core.errors import ConfigError
 from core.nests import Nest, map_nest
 from core.running import checkpoint, optimizer_state
+from core.running.common_flags import NETWORK_FLAGS
 from core.running.randomness import restore_rng, rng_state
 
 log = logging.getLogger(__name__)
@@ -71,12 +72,14 @@ class Snapshots:
         """
         flags, learner = self._flags, self._learner
         state = found.state
-        for key in ("env", "model", "use_lstm"):
-            if state["flags"][key] != getattr(flags, key):
+        # Older checkpoints do not have all flags; without them they were off.
+        trained = dict.fromkeys(NETWORK_FLAGS, False) | state["flags"]
+        for key in ("env", *NETWORK_FLAGS):
+            if trained[key] != getattr(flags, key):
                 raise ConfigError(
                     f"--{key} is {getattr(flags, key)} but run {flags.xpid} was "
-                    f"trained with {state['flags'][key]}. Choose another --xpid, or "
-                    f"leave --{key} as it was."
+                    f"trained with {trained[key]}. Choose another --xpid, or leave "
+                    f"--{key} as it was."
                 )
         model = found.tensors["model"]
         checkpoint.check_tensors(learner.net.state_dict(), model, what="model")
@@ -148,7 +151,7 @@ class Snapshots:
         theirs = theirs if isinstance(theirs, dict) else {}
         differences = [
             f"; --{key} there {theirs[key]}, here {getattr(self._flags, key)}"
-            for key in ("env", "model", "use_lstm")
+            for key in ("env", *NETWORK_FLAGS)
             if key in theirs and theirs[key] != getattr(self._flags, key)
         ]
         return checkpoint.one_line("".join(differences))

@@ -114,6 +114,21 @@ def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
     assert "--init_from" in caplog.text and "was for its beginning" in caplog.text
 
 
+@pytest.mark.parametrize("recorded", [True, False], ids=["now", "before the flag"])
+def test_a_run_goes_on_with_its_own_normalization_only(savedir, recorded):
+    """Checkpoints from before these flags are those of runs without them."""
+    found = checkpoint.load(savedir / "old" / "checkpoints")
+    assert found is not None
+    if not recorded:
+        del found.state["flags"]["normalize_observations"]
+    folder = savedir / "old" / "checkpoints"
+    checkpoint.save(folder, step=201, tensors=found.tensors, state=found.state)
+    flag = "--normalize_observations"
+    with pytest.raises(ConfigError, match=f"{flag} is True but run old .* with False"):
+        make_run(savedir, flag, xpid="old").resume()
+    assert make_run(savedir, xpid="old").resume() is not None
+
+
 # ---------------------------------------------------------------- logging and saving
 
 AT_ONCE = ["--log_interval_s", "0", "--checkpoint_interval_s", "0"]
@@ -498,6 +513,10 @@ def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
             ["--env there Catch, here tests."],
         ),
         (["--use_lstm"], ["missing core.", "--use_lstm there False, here True"]),
+        (
+            ["--normalize_observations"],
+            ["missing normalize.", "--normalize_observations there False, here True"],
+        ),
         (["--env", "CartPole-v1"], ["torso.layers.0.weight: file [256,50]"]),
     ],
 )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running statistics that `Net` keeps as buffers: of its inputs, and of its targets.
+
+`InputNorm` is what --normalize_observations adds to a network. The statistics are in
+the network's state_dict. So they are in checkpoints, and actors get them together with
+the weights. Only `Learner.update` changes them, after the optimizer step: the forward
+pass of an update uses the statistics with which an actor of the newest weights acted,
+so the importance weights of its rollouts are 1. An update whose loss is not finite is
+skipped, and changes no statistics. Nothing changes them in the test modes.
+"""
+
+import itertools
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+from core.nests import Nest, leaves, map_nest
+from core.rollout import leaf_spaces
+
+CLIP = 10.0  # Normalized inputs are in [-CLIP, CLIP].
+EPSILON = 1e-8  # Added to the variance, which may be 0.
+NOT_NORMALIZED = "action_mask"  # A key of observations that are a Dict.
+
+
+class RunningNorm(nn.Module):
+    """Running mean and variance of each element of an array, in float64.
+
+    Before the first `learn` the mean is 0 and the variance 1.
+    """
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    var: torch.Tensor
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [..., *shape] normalized and clipped, as float32.
+
+        What is not finite becomes NaN. Clipping would turn infinity into an ordinary
+        number, and hide the error of an environment.
+        """
+        y = ((x - self.mean) / (self.var + EPSILON).sqrt()).clamp(-CLIP, CLIP)
+        return torch.where(x.isfinite(), y, torch.nan).float()
+
+    @torch.no_grad()
+    def learn(self, x: torch.Tensor) -> None:
+        """Add the rows of x [N, *shape]: the exact statistics of all rows so far.
+
+        Combines two means and variances as Chan et al. 1979 do. Writes in place:
+        actors and CUDA graphs hold these tensors. Rows that are not finite change
+        nothing.
+        """
+        var, mean = torch.var_mean(x.double(), dim=0, correction=0)
+        if not var.isfinite().all():  # Syncs with the device.
+            return
+        self.count += len(x)
+        weight, delta = len(x) / self.count, mean - self.mean
+        self.var.mul_(1 - weight).add_(weight * (var + (1 - weight) * delta**2))
+        self.mean += weight * delta
+
+
+class InputNorm(nn.Module):
+    """Normalizes what a network reads of rollout rows: observations and rewards.
+
+    Each leaf of the observation has statistics of its own. Only leaves of Box spaces of
+    floats are normalized. Integers (pictures), Discrete, MultiDiscrete and MultiBinary
+    leaves, which networks scale or turn into one-hot vectors, stay as they are, and so
+    does the key `action_mask` of a Dict. The reward is normalized unless the network
+    clips it.
+    """
+
+    def __init__(self, observation_space: gym.Space, *, clip_rewards: bool):
+        super().__init__()
+        self.clip_rewards = clip_rewards
+        norms = map_nest(_norm_for, leaf_spaces(observation_space))
+        if isinstance(norms, dict) and NOT_NORMALIZED in norms:
+            norms[NOT_NORMALIZED] = map_nest(
+                lambda _: nn.Identity(), norms[NOT_NORMALIZED]
+            )
+        self.observation = nn.ModuleList(norm for _, norm in leaves(norms))
+        numbers = itertools.count()
+        self._number = map_nest(lambda _: next(numbers), norms)  # Of each leaf's norm.
+        self.reward = RunningNorm(())
+
+    def forward(self, rows: dict[str, Nest]) -> dict[str, Nest]:
+        """Return rows [T, B, ...] with normalized observations and rewards."""
+        observation = map_nest(
+            lambda i, x: self.observation[i](x), self._number, rows["observation"]
+        )
+        reward = rows["reward"] if self.clip_rewards else self.reward(rows["reward"])
+        return {**rows, "observation": observation, "reward": reward}
+
+    def learn(self, rows: dict[str, Nest]) -> None:
+        """Add the rows [T + 1, B, ...] of a batch to the statistics.
+
+        Except row 0: it was the last row of the rollout before.
+        """
+
+        def learn(i: int, x: torch.Tensor) -> None:
+            if isinstance(norm := self.observation[i], RunningNorm):
+                norm.learn(x[1:].flatten(0, 1))
+
+        map_nest(learn, self._number, rows["observation"])
+        self.reward.learn(rows["reward"][1:].flatten())
+
+
+def _norm_for(space: gym.Space) -> nn.Module:
+    """Return the module that normalizes a leaf of an observation."""
+    if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        return RunningNorm(space.shape)
+    return nn.Identity()

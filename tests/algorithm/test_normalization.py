@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normalization: exact statistics, learned once per update, carried to the actors."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import monobeast
+import polybeast
+from core.actors.shared_memory import share_weights
+from core.algorithm import losses
+from core.algorithm.dry_run import dry_run, zero_rows
+from core.algorithm.normalization import InputNorm, RunningNorm
+from core.nests import map_nest
+from core.rollout import Spaces
+
+T, B = 5, 3
+F32 = np.float32
+ACTIONS = gym.spaces.Discrete(7, start=2)
+VECTOR = gym.spaces.Box(-np.inf, np.inf, (11,), F32)
+MIXED = gym.spaces.Dict(
+    {
+        "action_mask": gym.spaces.Box(0.0, 1.0, (7,), F32),
+        "bits": gym.spaces.MultiBinary(3),
+        "place": gym.spaces.Tuple(
+            (gym.spaces.Discrete(5), gym.spaces.Box(-1.0, 1.0, (2, 3), np.float64))
+        ),
+        "picture": gym.spaces.Box(0, 255, (4, 5, 2), np.uint8),
+        "scalar": gym.spaces.Box(-np.inf, np.inf, (), F32),
+    }
+)
+
+
+def random_batch(space=VECTOR, seed=0, columns=B):
+    """Return a batch of rollouts whose floats have means and scales of their own."""
+    rng = np.random.default_rng(seed)
+    shape = (T + 1, columns)
+
+    def fill(x):
+        if x.dtype.is_floating_point:
+            size = x.shape[2:]
+            drawn = rng.normal(rng.normal(size=size), rng.uniform(1, 9, size), x.shape)
+            return torch.from_numpy(drawn).to(x.dtype)
+        return torch.from_numpy(rng.integers(0, 2, x.shape)).to(x.dtype)
+
+    rows = zero_rows(space, ACTIONS, *shape)
+    action = torch.from_numpy(rng.integers(2, 9, shape))
+    rewards = torch.from_numpy(rng.normal(3, 7, shape)).float()
+    rows |= {
+        "observation": map_nest(fill, rows["observation"]),
+        "reward": rewards,
+        "truncated": torch.zeros(shape, dtype=torch.bool),
+        "done": torch.from_numpy(rng.random(shape) < 0.1),
+        "last_action": action,
+        "action": action,
+        "policy_logits": torch.from_numpy(rng.normal(size=(*shape, 7))).float(),
+        "policy_version": torch.zeros(shape, dtype=torch.int64),
+        "episode_return": rewards,
+        "info": {key: rewards * np.nan for key in ("game_return", "game_step")},
+    }
+    return rows
+
+
+def make_flags(*argv):
+    sizes = ["--batch_size", str(B), "--unroll_length", str(T), "--envs_per_actor", "3"]
+    flags = monobeast.parse_flags(["--env", "Catch", "--disable_cuda", *sizes, *argv])
+    flags.learner_device = "cpu"
+    return flags
+
+
+def make_learner(*argv, module=monobeast, space=VECTOR):
+    torch.manual_seed(0)
+    flags = make_flags("--normalize_observations", *argv)
+    return module.create_learner(flags, Spaces(space, ACTIONS))
+
+
+def buffers(net):
+    return {name: x.clone() for name, x in net.named_buffers()}
+
+
+# ------------------------------------------------------------------------- statistics
+
+
+def test_statistics_of_millions_of_rows_are_those_of_float64():
+    """In batches of many sizes, of means that move and scales from 1e-3 to 1e6."""
+    rng = np.random.default_rng(1)
+    scales = np.array([1e-3, 1.0, 1e6])
+    norm = RunningNorm((3,))
+    parts = []
+    for i in range(400):
+        size = (7919, 2, 4999)[i % 3]
+        part = rng.normal([5.0, 300 - i, -1e6], 1.0, (size, 3)) * scales
+        parts.append(part.astype(F32))
+        norm.learn(torch.from_numpy(parts[-1]))
+    rows = np.concatenate(parts).astype(np.float64)
+    assert norm.count.item() == len(rows) > 1_500_000
+    np.testing.assert_allclose(norm.mean, rows.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(norm.var, rows.var(0), rtol=1e-9)
+    assert {x.dtype for x in norm.buffers()} == {torch.float64}
+
+
+def test_normalized_rows_have_mean_0_and_deviation_1_and_are_clipped():
+    rng = np.random.default_rng(2)
+    rows = rng.normal([1e5, -3.0], [10.0, 1e-3], (5003, 2)).astype(F32)
+    norm = RunningNorm((2,))
+    norm.learn(torch.from_numpy(rows))
+    y = norm(torch.from_numpy(rows))
+    assert y.dtype == torch.float32
+    exact = rows.astype(np.float64)
+    # The variance of 1e-6 is small enough to see EPSILON.
+    exact = (exact - exact.mean(0)) / np.sqrt(exact.var(0) + 1e-8)
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+    far = torch.tensor([[2e5, -4.0], [1e5, 3e38]])
+    assert norm(far)[0].tolist() == [10.0, -10.0] and norm(far)[1, 1] == 10.0
+
+
+def test_before_the_first_row_values_stay_as_they_are():
+    x = torch.tensor([[-7.5, 0.25, 9.0], [11.0, -1e9, 0.0]])
+    expected = x.clamp(-10, 10)
+    torch.testing.assert_close(RunningNorm((3,))(x), expected, rtol=1e-6, atol=0)
+
+
+def test_an_element_that_never_changes_is_0_and_makes_nothing_infinite():
+    norm = RunningNorm((1,))
+    norm.learn(torch.full((11, 1), 0.1))
+    norm.learn(torch.full((13, 1), 0.1))
+    assert norm(torch.tensor([[0.1]])).item() == 0.0
+    assert norm(torch.tensor([[0.2]])).item() == 10.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows_and_changes_no_statistics(bad):
+    norm = RunningNorm((2,))
+    norm.learn(torch.randn(7, 2))
+    before = buffers(norm)
+    rows = torch.randn(5, 2)
+    rows[3, 1] = bad
+    norm.learn(rows)
+    for name, x in buffers(norm).items():
+        assert torch.equal(x, before[name]), name
+    assert norm(rows).isnan().nonzero().tolist() == [[3, 1]]
+
+
+# ----------------------------------------------------------------- rows of a rollout
+
+
+def test_each_float_leaf_has_statistics_of_its_own_and_others_stay_as_they_are():
+    norm = InputNorm(MIXED, clip_rewards=False)
+    rows = random_batch(MIXED)
+    norm.learn(rows)
+    got = norm(rows)
+    seen = rows["observation"]
+    for name, x, y in (
+        ("scalar", seen["scalar"], got["observation"]["scalar"]),
+        ("place", seen["place"][1], got["observation"]["place"][1]),
+        ("reward", rows["reward"], got["reward"]),
+    ):
+        x = x.double()
+        new = x[1:].flatten(0, 1)  # Row 0 was another rollout's last.
+        var, mean = torch.var_mean(new, dim=0, correction=0)
+        expected = ((x - mean) / var.sqrt()).float()
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6, msg=name)
+    for x, y in (
+        (seen["action_mask"], got["observation"]["action_mask"]),
+        (seen["bits"], got["observation"]["bits"]),
+        (seen["picture"], got["observation"]["picture"]),
+        (seen["place"][0], got["observation"]["place"][0]),
+        (rows["last_action"], got["last_action"]),
+    ):
+        assert y is x
+
+
+def test_a_reward_that_the_network_clips_is_not_normalized():
+    norm = InputNorm(VECTOR, clip_rewards=True)
+    rows = random_batch()
+    norm.learn(rows)
+    assert norm(rows)["reward"] is rows["reward"]
+
+
+@pytest.mark.parametrize("module", [monobeast, polybeast])
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_the_network_sees_normalized_rows(module, use_lstm):
+    """As one without statistics sees rows that somebody else has normalized."""
+    options = {"clip_rewards": False, "use_lstm": use_lstm}
+    torch.manual_seed(0)
+    net = module.Net(VECTOR, ACTIONS, normalize_observations=True, **options)
+    torch.manual_seed(0)
+    plain = module.Net(VECTOR, ACTIONS, **options)
+    rows = random_batch()
+    net.normalize.learn(random_batch(seed=1))
+    said, _ = net(rows, net.initial_state(B))
+    expected, _ = plain(net.normalize(rows), net.initial_state(B))
+    for key, x in said.items():
+        torch.testing.assert_close(x, expected[key], rtol=0, atol=0)
+    dry_run(net, VECTOR, ACTIONS, module.net_outputs(Spaces(VECTOR, ACTIONS)))
+    assert net.normalize.reward.count == T * B  # A copy was tried.
+
+
+def test_without_the_flag_the_network_has_no_statistics():
+    net = monobeast.create_net(make_flags(), Spaces(VECTOR, ACTIONS))
+    assert not [name for name in net.state_dict() if name.startswith("normalize")]
+
+
+# ------------------------------------------------------------------------- the update
+
+
+@pytest.mark.parametrize("module", [monobeast, polybeast])
+def test_an_update_learns_the_statistics_of_its_batch_once(module, monkeypatch):
+    """In groups of columns, too."""
+    monkeypatch.setattr(losses, "PIECE_BYTES", 1)
+    learner = make_learner(module=module)
+    batches = [random_batch(seed=seed) for seed in range(3)]
+    for batch in batches:
+        learner.update(batch, ())
+    (norm,) = learner.net.normalize.observation
+    new = torch.cat([batch["observation"][1:].flatten(0, 1) for batch in batches])
+    assert norm.count.item() == len(new) == 3 * T * B
+    torch.testing.assert_close(norm.mean, new.double().mean(0), rtol=1e-12, atol=0)
+    var = new.double().var(0, correction=0)
+    torch.testing.assert_close(norm.var, var, rtol=1e-12, atol=0)
+
+
+def test_an_update_uses_the_statistics_that_its_actors_had():
+    """So on-policy data has importance weights of 1, whatever it looks like."""
+    learner = make_learner("--learning_rate", "0.01")
+    for seed in range(3):
+        batch = random_batch(seed=seed)
+        with torch.no_grad():
+            outputs, _ = learner.net(batch)
+        # Row t holds the logits with which row t-1's observation was acted on.
+        batch["policy_logits"][1:] = outputs["policy_logits"][:-1]
+        learner.update(batch, ())
+        mean_rho = learner.averages.pop()["mean_rho"]
+        assert mean_rho == pytest.approx(1, abs=1e-6), seed
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_skipped_update_changes_no_statistics(bad):
+    learner = make_learner()
+    learner.update(random_batch(), ())
+    before = buffers(learner.net)
+    spoilt = random_batch(seed=1)
+    spoilt["observation"][2, 1, 3] = bad
+    learner.update(spoilt, ())
+    assert (learner.updates, learner.skipped) == (1, 1)
+    for name, x in buffers(learner.net).items():
+        assert torch.equal(x, before[name]), name
+
+
+def test_columns_that_are_too_old_are_not_counted():
+    learner = make_learner("--max_policy_lag", "2")
+    learner.updates = 5
+    batch = random_batch()
+    batch["policy_version"][1:, 1:] = 3
+    learner.update(batch, ())
+    (norm,) = learner.net.normalize.observation
+    assert norm.count.item() == T * (B - 1)
+
+
+# ----------------------------------------------------------------------- to the actors
+
+
+def test_the_statistics_reach_the_actors_with_the_weights():
+    """By shared memory in MonoBeast, by `Weights` in PolyBeast, where they are."""
+    for module in (monobeast, polybeast):
+        learner = make_learner(module=module)
+        actor = module.create_net(learner.flags, Spaces(VECTOR, ACTIONS))
+        if module is monobeast:
+            weights = share_weights(learner.net, 0)
+            tensors = learner.net.state_dict()  # As learn_loop: taken once.
+        else:
+            weights = polybeast.Weights(learner.net, "cpu")
+        learner.update(random_batch(), ())
+        if module is monobeast:
+            weights.publish(tensors, 1)
+            assert weights.fetch(actor.state_dict(), -1) == 1
+        else:
+            weights.publish(learner.net, 1)
+            assert weights.fetch(actor, -1) == 1
+        assert actor.normalize.observation[0].count == T * B
+        rows = random_batch(seed=2)
+        with torch.no_grad():
+            said, expected = actor(rows)[0], learner.net(rows)[0]
+        map_nest(lambda a, b: torch.testing.assert_close(a, b), said, expected)
