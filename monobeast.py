@@ -68,13 +68,14 @@ from core.algorithm.dry_run import dry_run
 from core.algorithm.normalization import InputNorm
 from core.algorithm.policy import sample_action
 from core.algorithm.recurrent import create_lstm, unroll_lstm
+from core.algorithm.replay import Replay, create_replay
 from core.algorithm.torsos import TORSOS, model_for, orthogonal
 from core.algorithm.update import Learner
 from core.environments import stepping
 from core.environments.make import make
 from core.errors import ConfigError, Exit
 from core.nests import ArraySpec, Nest, map_nest
-from core.rollout import Spaces
+from core.rollout import Spaces, new_rollouts
 from core.running import common_flags, evaluation
 from core.running.compute import explain_out_of_memory, set_torch_threads
 from core.running.machine import keep_freed_memory
@@ -445,21 +446,23 @@ def learn_loop(
     actors: Actors,
     buffers: RolloutBuffers,
     weights: SharedWeights,
+    replay: Replay,
 ) -> None:
     """Run one learner thread: take full buffers, copy them, give them back, learn."""
     set_torch_threads(flags.learner_cores)
-    n = flags.batch_size // flags.envs_per_actor
+    n = new_rollouts(flags) // flags.envs_per_actor
     tensors = learner.net.state_dict()
     stream = gpu.create_stream(learner.device)
     empty = np.empty if stream is None else gpu.empty_page_locked
-    assembler = BatchAssembler(buffers, n, empty)
+    assembler = BatchAssembler(buffers, n, empty, num_replayed=replay.num_sampled)
     while True:
         try:
             indices = actors.take(n)
         except ActorsClosed:
             return
-        assembler.fill(indices)
-        actors.give_back(indices)
+        replayed = replay.sample()
+        assembler.fill(indices, replayed)
+        actors.give_back(replay.add(indices, replayed))
         with explain_out_of_memory(assembler.batch, learner.net):
             learner.update(assembler.batch, assembler.agent_state, stream)
         with learner.lock:
@@ -509,6 +512,7 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     """Train with actor processes and learner threads; the main thread watches them."""
     flags, learner = run.flags, run.learner
     weights = share_weights(learner.net, learner.updates)
+    replay = create_replay(flags, learner.updates, flags.envs_per_actor)
     actors = Actors(
         functools.partial(act, flags, spaces),
         flags,
@@ -523,9 +527,8 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     try:
         actors.start()
         for i in range(flags.num_learner_threads):
-            threads[f"learner-{i}"] = start_thread(
-                f"learner-{i}", learn_loop, flags, learner, actors, buffers, weights
-            )
+            args = (flags, learner, actors, buffers, weights, replay)
+            threads[f"learner-{i}"] = start_thread(f"learner-{i}", learn_loop, *args)
         run.log({})
         while run.goes_on():
             actors.poll(TICK_S)
@@ -550,8 +553,10 @@ def train_serial(run: Run, buffers: RolloutBuffers) -> None:
     """
     flags, learner = run.flags, run.learner
     set_torch_threads(flags.learner_cores)
-    n = flags.batch_size // flags.envs_per_actor
-    assembler = BatchAssembler(buffers, n)
+    n = new_rollouts(flags) // flags.envs_per_actor
+    replay = create_replay(flags, learner.updates, flags.envs_per_actor)
+    assembler = BatchAssembler(buffers, n, num_replayed=replay.num_sampled)
+    free = list(range(buffers.num_buffers))
 
     def create_actor(actor_id: int, clock: np.ndarray) -> Actor:
         return Actor(
@@ -567,13 +572,16 @@ def train_serial(run: Run, buffers: RolloutBuffers) -> None:
     with serial.open_run(run, create_actor) as (actors, clocks):
         while run.goes_on():
             first = n * (learner.updates + learner.skipped)
-            for i in range(n):
+            indices = [free.pop() for _ in range(n)]
+            for i, index in enumerate(indices):
                 actor = actors[(first + i) % len(actors)]
-                actor.unroll(i)
+                actor.unroll(index)
                 learner.busy.add("env", actor.env_s)
                 learner.busy.add("inference", actor.agent_s)
             with clocks.update(), explain_out_of_memory(assembler.batch, learner.net):
-                assembler.fill(range(n))
+                replayed = replay.sample()
+                assembler.fill(indices, replayed)
+                free += replay.add(indices, replayed)
                 learner.update(assembler.batch, assembler.agent_state)
                 run.tick({})
 

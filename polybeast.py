@@ -75,6 +75,7 @@ from core.algorithm.gpu import (
 from core.algorithm.normalization import InputNorm
 from core.algorithm.policy import sample_action
 from core.algorithm.recurrent import create_lstm, unroll_lstm
+from core.algorithm.replay import Mixer, Replay, create_replay
 from core.algorithm.torsos import TORSOS, model_for, orthogonal
 from core.algorithm.update import Learner
 from core.environments import stepping
@@ -83,7 +84,7 @@ from core.nests import ArraySpec, Nest, map_nest
 from core.remote import messages, pool, server_flags
 from core.remote.greet import complete_flags, greet, warn_if_insecure
 from core.remote.local_servers import LocalServers
-from core.rollout import Spaces
+from core.rollout import Spaces, new_rollouts
 from core.running import common_flags, compute, evaluation, folder, log_setup
 from core.running.compute import explain_out_of_memory, set_torch_threads
 from core.running.machine import (
@@ -171,7 +172,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=int_at_least(1),
         metavar="N",
         help="rollouts that may wait for the learner; environments wait when the queue "
-        "is full. Default: --batch_size",
+        "is full. Default: --batch_size, without the replayed ones",
     )
     learner.add_argument(
         "--write_profiler_trace",
@@ -192,11 +193,12 @@ def check_flags(
     if flags.num_learner_threads is None:
         flags.num_learner_threads = 2
     if flags.max_learner_queue_size is None:
-        flags.max_learner_queue_size = flags.batch_size
-    if flags.max_learner_queue_size < flags.batch_size:
+        flags.max_learner_queue_size = new_rollouts(flags)
+    if flags.max_learner_queue_size < new_rollouts(flags):
         parser.error(
             f"--max_learner_queue_size is {flags.max_learner_queue_size} but must be "
-            f"at least --batch_size ({flags.batch_size}), or no batch is ever full."
+            f"at least --batch_size ({new_rollouts(flags)} new rollouts), or no batch "
+            "is ever full."
         )
     compute.set_device(parser, flags, "learner_device", default_gpu=0)
     compute.set_device(parser, flags, "actor_device", default_gpu=1)
@@ -472,12 +474,14 @@ def learn_loop(
     weights: Weights,
     learner_queue: libtorchbeast.BatchingQueue,
     trace: Trace,
+    replay: Replay,
 ) -> None:
     """Run one learner thread: take a batch of rollouts, learn, publish the weights."""
     set_torch_threads(flags.learner_cores)
     stream = create_stream(flags.learner_device)
+    mix = Mixer(replay, page_locked=stream is not None)
     for (env_rows, agent_rows), agent_state in learner_queue:
-        batch = {**env_rows, **agent_rows}
+        batch, agent_state = mix({**env_rows, **agent_rows}, agent_state)
         with trace.span("learn"), explain_out_of_memory(batch, learner.net):
             learner.update(batch, agent_state, stream)
         with learner.lock:
@@ -559,8 +563,8 @@ def create_pool(
     allocate = allocate_page_locked if on_gpu else None
     learner_queue = libtorchbeast.BatchingQueue(
         batch_dim=1,
-        minimum_batch_size=flags.batch_size,
-        maximum_batch_size=flags.batch_size,
+        minimum_batch_size=new_rollouts(flags),
+        maximum_batch_size=new_rollouts(flags),
         check_inputs=True,
         maximum_queue_size=flags.max_learner_queue_size,
         allocate=allocate,
@@ -606,6 +610,7 @@ def train_async(
         run_id=f"{flags.xpid} ({run_id})",
         first_incarnation=run.first_incarnation,
     )
+    replay = create_replay(flags, learner.updates)
     weights = Weights(learner.net, flags.actor_device)
     weights.publish(learner.net, learner.updates)
     watch = pool.PoolWatch(flags, learner, actors, learner_queue, addresses, servers)
@@ -622,7 +627,7 @@ def train_async(
                 args = (flags, net, weights, inference_batcher, learner.busy, trace)
                 start(f"inference-{i}", inference, *args)
             for i in range(flags.num_learner_threads):
-                args = (flags, learner, weights, learner_queue, trace)
+                args = (flags, learner, weights, learner_queue, trace, replay)
                 start(f"learner-{i}", learn_loop, *args)
             # Last: when inference fails the actors fail too, and the first failed
             # thread is the one reported.

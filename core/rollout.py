@@ -20,6 +20,8 @@ when row t's observation arrived, and the action that led to it:
 |   policy_logits,|   float32, |   action[t] is the action that led to row t           |
 |   baseline      |   float32  |                                                       |
 | policy_version  | int64      | optimizer steps behind the weights that chose it      |
+| replayed        | bool       | only in batches, with --replay_ratio: the learner has |
+|                 |            |   had this rollout before (core.algorithm.replay)     |
 
 The last row of a rollout is row 0 of the same environment's next one. The recurrent
 state stored with a rollout is the state before row 0's observation is processed; models
@@ -35,6 +37,7 @@ never executed, the loss gives the step weight zero, and the learner does not co
 Needs numpy and gymnasium, never torch: the environment servers import it.
 """
 
+import argparse
 import dataclasses
 from typing import Any
 
@@ -51,6 +54,14 @@ class Spaces:
 
     observation: gym.Space
     action: gym.Space
+
+
+def new_rollouts(flags: argparse.Namespace) -> int:
+    """Return how many of a batch's --batch_size rollouts are new; others are replayed.
+
+    `core.running.common_flags` has checked that both are whole numbers.
+    """
+    return round(flags.batch_size / (1 + flags.replay_ratio))
 
 
 class UnlearnableSpace(ValueError):

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from core.flag_types import divisor, int_at_least
+from core.rollout import new_rollouts
 from core.running.machine import num_cores
 
 ENVS_PER_ACTOR = 8  # Unless flags say otherwise.
@@ -37,9 +38,10 @@ def add_actor_flags(group: Any) -> None:
         "--num_buffers",
         type=int_at_least(1),
         metavar="N",
-        help="number of rollouts in shared memory, rounded up to a multiple of the "
-        "environments in a process. With more buffers actors run further ahead of the "
-        "learner. Default: two per environment, and two batches",
+        help="number of rollouts in shared memory, without those of --replay_capacity, "
+        "rounded up to a multiple of the environments in a process. With more buffers "
+        "actors run further ahead of the learner. Default: two per environment, and "
+        "two batches",
     )
     group.add_argument(
         "--start_method",
@@ -62,22 +64,29 @@ def set_actors(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
     same two values on a command line give the same processes again.) `num_buffers`
     counts rollouts. Exits with status 2 if the flags do not fit together.
     """
-    A, B, E = flags.num_actors, flags.batch_size, flags.envs_per_actor
-    if E is not None and B % E:
+    A, B, E = flags.num_actors, new_rollouts(flags), flags.envs_per_actor
+    unit = math.gcd(B, flags.batch_size)  # E divides the new and the replayed rollouts.
+    if E is not None and unit % E:
+        replayed = (
+            f", and with --replay_ratio {flags.replay_ratio:g} so must be its {B} new "
+            f"rollouts and its {flags.batch_size - B} replayed ones"
+            if flags.replay_ratio
+            else ""
+        )
         parser.error(
-            f"--batch_size is {B} but must be a multiple of --envs_per_actor ({E}): an "
-            f"actor makes {E} rollouts at a time. Try --envs_per_actor "
-            f"{divisor(B, at_most=E)}."
+            f"--batch_size is {flags.batch_size} but must be a multiple of "
+            f"--envs_per_actor ({E}){replayed}: an actor makes {E} rollouts at a time. "
+            f"Try --envs_per_actor {divisor(unit, at_most=E)}."
         )
     if E is not None:
         A = num_cores() if A is None else A
     elif A is None:
-        A, E = num_cores(), divisor(B, at_most=ENVS_PER_ACTOR)
+        A, E = num_cores(), divisor(unit, at_most=ENVS_PER_ACTOR)
     else:
         # The fewest processes that keep all cores busy. --serial uses one core; on any
         # machine, so that a run can be resumed on another machine.
         cores = 1 if flags.serial else num_cores()
-        E = divisor(math.gcd(A, B), at_most=max(1, A // cores))
+        E = divisor(math.gcd(A, unit), at_most=max(1, A // cores))
         A //= E
     flags.num_actors, flags.envs_per_actor = A, E
     advice = f"Try --num_buffers {2 * A * E + 2 * B}."
@@ -91,7 +100,8 @@ def set_actors(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
     if flags.num_buffers < B:
         parser.error(
             f"--num_buffers is {flags.num_buffers} but must be at least --batch_size "
-            f"({B}): a batch takes as many. {advice}"
+            f"({B}{' new ones' if flags.replay_ratio else ''}): a batch takes as many. "
+            f"{advice}"
         )
 
 

@@ -76,15 +76,18 @@ def create_buffers(
       ConfigError: there is not enough; the message has both numbers and the remedy.
     """
     row, state = rollout_specs(flags, spaces, net, outputs)
+    E = flags.envs_per_actor
+    num_replay = math.ceil((flags.replay_capacity or 0) / E)
     sizes = {
-        "num_buffers": math.ceil(flags.num_buffers / flags.envs_per_actor),
+        "num_buffers": math.ceil(flags.num_buffers / E) + num_replay,
         "unroll_length": flags.unroll_length,
-        "envs_per_actor": flags.envs_per_actor,
+        "envs_per_actor": E,
     }
     slabs = shared_memory.buffer_specs(row, state, **sizes)
     weights = sum(t.numel() * t.element_size() for t in net.state_dict().values())
     for line in check_resources(
         shared_bytes=shared_memory.nbytes(slabs) + weights,
+        replay_share=num_replay / sizes["num_buffers"],
         memory_folder=shared_memory.memory_folder(),
         files=64 + 8 * flags.num_actors,
         processes=1 if flags.serial else flags.num_actors + 1,

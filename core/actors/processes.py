@@ -34,6 +34,7 @@ from core.actors.shared_memory import RolloutBuffers, SharedArrays, SharedWeight
 from core.algorithm.counters import BusyTime
 from core.environments.stepping import Environments, env_seed
 from core.nests import ArraySpec
+from core.rollout import new_rollouts
 from core.running import terminal
 from core.running.compute import set_torch_threads
 from core.running.machine import be_killed_first_for_memory, lower_priority
@@ -438,7 +439,7 @@ class Actors:
         for pid in self.pids():
             show_stacks(pid)
         full = self.stats()["buffers_full"]
-        waits_for = "the learner" if full >= self._flags.batch_size else "the actors"
+        waits_for = "the learner" if full >= new_rollouts(self._flags) else "the actors"
         return f"{waits_for} ({full} rollouts wait)"
 
     def rows(self) -> tuple[int, dict[str, int]]:

@@ -2,11 +2,13 @@
 """`--serial`: actors and learner take turns in one thread; resumed runs go on exactly.
 
 A checkpoint of a serial run holds the state of the actors too, so that a resumed run is
-bitwise equal to one that was never interrupted.
+bitwise equal to one that was never interrupted. (Not with --replay_ratio: rollouts are
+not in checkpoints, and the replay of a resumed run starts empty.)
 """
 
 import argparse
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -20,6 +22,8 @@ from core.nests import Nest, leaves
 from core.running.checkpoint import Checkpoint
 from core.running.run import Run
 from core.running.unit import limit_calls
+
+log = logging.getLogger(__name__)
 
 
 class Actor(Protocol):
@@ -86,6 +90,11 @@ def open_run(
         run.extra_state = lambda: actors_state(actors)
         if run.found is not None:
             restore_actors(flags, actors, run.found)
+            if flags.replay_ratio:
+                log.warning(
+                    "--replay_ratio: the replay starts empty, so this run does not go "
+                    "on exactly as it would have done without the interruption."
+                )
             clocks.stop()
         with run.open():
             try:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from core.algorithm.replay import mark_replayed
 from core.nests import ArraySpec, Nest, leaves, map_nest
 
 _ALIGNMENT = 64  # bytes; a cache line, and enough for every SIMD load
@@ -141,6 +142,7 @@ class RolloutBuffers:
         self._row_spec = row_spec
         self.num_buffers = num_buffers
         self.unroll_length = unroll_length
+        self.envs_per_actor = envs_per_actor
         self._shared = SharedArrays(
             buffer_specs(
                 row_spec,
@@ -165,6 +167,7 @@ class RolloutBuffers:
             "_row_spec": self._row_spec,
             "num_buffers": self.num_buffers,
             "unroll_length": self.unroll_length,
+            "envs_per_actor": self.envs_per_actor,
             "_shared": self._shared,
         }
 
@@ -212,26 +215,51 @@ class BatchAssembler:
         buffers: RolloutBuffers,
         rollouts_per_batch: int,
         empty: Callable[[tuple[int, ...], np.dtype], np.ndarray] = np.empty,
+        *,
+        num_replayed: int = 0,
     ):
-        n = rollouts_per_batch
+        """Allocate the batch.
+
+        Args:
+          rollouts_per_batch: number of new buffers in each batch.
+          empty: allocates an array, as `np.empty` does.
+          num_replayed: number of replayed buffers in each batch but the first ones,
+            which have none.
+        """
+        n = rollouts_per_batch + num_replayed
 
         def batch_of(slab: np.ndarray) -> np.ndarray:
             _, rows, envs, *rest = slab.shape
             return empty((rows, n * envs, *rest), slab.dtype)
 
         self._buffers = buffers
+        self._num_replayed = num_replayed
         self.batch: Nest = map_nest(batch_of, buffers.rows)  # [T+1, B, ...]
         self.agent_state = tuple(batch_of(s) for s in buffers.agent_state)
+        self._memory = self.batch, self.agent_state
 
-    def fill(self, indices: Sequence[int]) -> None:
-        """Copy the buffers `indices`, side by side, into `batch` and `agent_state`."""
+    def fill(self, indices: Sequence[int], replayed: Sequence[int] = ()) -> None:
+        """Copy new and replayed buffers, side by side, into `batch` and `agent_state`.
+
+        If some batches have replayed rollouts, all have the key `replayed`.
+        """
+        both = [*indices, *replayed]
+        rows, state = self._memory
+        if self._num_replayed and not replayed:
+            share = slice(len(indices) * self._buffers.envs_per_actor)
+            rows, state = map_nest(lambda x: x[:, share], self._memory)
 
         def gather(slab: np.ndarray, out: np.ndarray) -> None:
-            np.concatenate([slab[i] for i in indices], axis=1, out=out)
+            np.concatenate([slab[i] for i in both], axis=1, out=out)
 
-        map_nest(gather, self._buffers.rows, self.batch)
-        for slab, out in zip(self._buffers.agent_state, self.agent_state):
+        map_nest(gather, self._buffers.rows, rows)
+        for slab, out in zip(self._buffers.agent_state, state):
             gather(slab, out)
+        if self._num_replayed:
+            E = self._buffers.envs_per_actor
+            marks = mark_replayed(len(rows["done"]), len(indices) * E, len(both) * E)
+            rows = {**rows, "replayed": marks}
+        self.batch, self.agent_state = rows, state
 
 
 class SharedWeights:

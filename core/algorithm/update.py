@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from core.algorithm import losses, vtrace
+from core.algorithm import losses, replay, vtrace
 from core.algorithm.counters import Averages, BusyTime, EpisodeStats
 from core.algorithm.gpu import Graphs, in_stream
 from core.algorithm.losses import ImpalaLoss
@@ -98,7 +98,7 @@ class Learner:
 
         Args:
           batch: [T + 1, B, ...] as the table in `core.rollout` says; numpy arrays, or
-            tensors on the CPU.
+            tensors on the CPU. New rollouts come before replayed ones.
           state: the recurrent state before row 0, [layers, B, hidden] each.
           stream: copies to a GPU while another thread's update goes on.
 
@@ -115,7 +115,8 @@ class Learner:
         batch = map_nest(lambda x: x.numpy(), batch)
         with self.lock, self.busy.measure("learner"):
             if self.finished() or self.failed:
-                self.rows["unused"] += batch["done"][1:].size
+                new, _ = replay.split(batch)
+                self.rows["unused"] += new["done"][1:].size
                 return
             fresh = self._fresh_columns(batch)
             if fresh.size < batch["done"].shape[1]:
@@ -123,7 +124,7 @@ class Learner:
                     map_nest(lambda x: x[:, fresh], part)
                     for part in (batch, rows, state)
                 )
-                if not fresh.size:
+                if not replay.split(batch)[0]["done"].size:
                     return
 
             # The learning rate of each parameter group falls linearly to 0.
@@ -141,7 +142,7 @@ class Learner:
                 for optimizer in self.optimizers:
                     optimizer.step()
                 if flags.normalize_observations:
-                    net.normalize.learn(rows)
+                    net.normalize.learn(replay.split(rows)[0])  # Once.
             self._count(batch, sums, is_finite)
 
     def _fresh_columns(self, batch: Nest) -> np.ndarray:
@@ -149,34 +150,46 @@ class Learner:
 
         A rollout is too old if its first action was chosen by weights that have been
         updated more often since. (If no rollout of a batch is left, the weights stay as
-        they are, and the next rollouts are younger.)
+        they are, and the next rollouts are younger.) A replayed rollout may not be
+        older than a new one either, but was counted when it was new.
         """
         num_rollouts = batch["done"].shape[1]
         if self.flags.max_policy_lag is None:
             return np.arange(num_rollouts)
         lag = self.updates - batch["policy_version"][1:].min(axis=0)  # [B]
         fresh = np.flatnonzero(lag <= self.flags.max_policy_lag)
-        num_stale = num_rollouts - fresh.size
+        num_new = replay.split(batch)[0]["done"].shape[1]
+        num_stale = num_new - np.count_nonzero(fresh < num_new)
         self.stale += num_stale
         self.rows["stale"] += num_stale * (len(batch["done"]) - 1)
         return fresh
 
     def _count(self, batch: Nest, sums: dict[Any, float], is_finite: bool) -> None:
-        """Count an update, and all that the log says of its batch."""
-        # A step that starts at a truncated row is no transition (the table).
-        num_steps = int(np.count_nonzero(~batch["truncated"][:-1]))
-        rows = map_nest(lambda x: x[1:], batch)  # Row 0 was another rollout's last.
+        """Count an update, and all that the log says of its batch.
+
+        Steps, episodes and rows are those of new rollouts.
+        """
+        all_steps = count_steps(batch)
+        rho, entropy = sums.pop("rho"), sums.pop("entropy")
+        new, replayed = replay.split(batch)
+        replay_rho = sums.pop("replay_rho", math.nan)  # A fork's loss may have none.
+        if replayed is not None:
+            rho -= replay_rho
+            lag = self.updates - replayed["policy_version"][1:]
+            mean_rho = replay_rho / max(count_steps(replayed), 1)
+            self.averages.add({replay.LAG: lag.mean(), replay.RHO: mean_rho})
+        num_steps = count_steps(new)
+        rows = map_nest(lambda x: x[1:], new)  # Row 0 was another rollout's last.
         self.episodes.add_episodes(rows["episode_return"][rows["done"]])
         info = rows["info"]
         ended = ~np.isnan(info["game_return"])
         self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
         lag = self.updates - rows["policy_version"]
         self.averages.add_max(policy_lag_max=lag.max())
-        means = {key: sums.pop(key) / max(num_steps, 1) for key in ("rho", "entropy")}
         self.averages.add(
             sums,
-            mean_rho=means["rho"],
-            entropy=means["entropy"],
+            mean_rho=rho / max(num_steps, 1),
+            entropy=entropy / max(all_steps, 1),
             policy_lag_mean=lag.mean(),
         )
         for key in self.flags.info_keys:
@@ -240,6 +253,11 @@ class Learner:
         self.skipped = state["skipped"]
         self.stale = state.get("stale", 0)  # Older checkpoints have none.
         self.episodes.restore(state["episodes"])
+
+
+def count_steps(batch: Mapping[str, np.ndarray]) -> int:
+    """Return how many transitions a batch has; none starts at a truncated row."""
+    return int(np.count_nonzero(~batch["truncated"][:-1]))
 
 
 def compute_gradient(
@@ -369,4 +387,5 @@ def impala_loss(
         entropy_loss=entropy_loss.detach(),
         entropy=-negentropy.detach(),
         rho=rhos.sum(),
+        extra=replay.sum_replayed(rhos, batch),
     )

@@ -14,6 +14,8 @@ import libtorchbeast
 from core.errors import ConfigError
 from core.remote import codec, messages, tls
 from core.remote.local_servers import LocalServers
+from core.remote.server_flags import describe_new
+from core.rollout import new_rollouts
 from core.running import common_flags
 from core.running.signals import StopSignal
 
@@ -109,13 +111,14 @@ def complete_flags(
     Raises:
       ConfigError: --env, --batch_size or --xpid does not fit what the servers serve.
     """
-    B, K = flags.batch_size, welcome.num_envs
+    B, K = new_rollouts(flags), welcome.num_envs
     if B % K:
+        enough = -(-B // K) * K  # New rollouts.
         raise ConfigError(
-            f"--batch_size is {B} but must be a multiple of the servers' "
+            f"{describe_new(flags)} but must be a multiple of the servers' "
             f"--envs_per_stream ({K}): a stream makes {K} rollouts at a time. Try "
-            f"--batch_size {-(-B // K) * K}, or start the servers with another "
-            "--envs_per_stream."
+            f"--batch_size {flags.batch_size * enough // B}, or start the servers with "
+            "another --envs_per_stream."
         )
     if flags.env not in (None, welcome.env):
         raise ConfigError(

@@ -19,7 +19,7 @@ from core.nests import ArraySpec, leaves
 from core.remote import frames, messages, tls
 from core.remote.greet import add_tls_reason
 from core.remote.local_servers import LocalServers
-from core.rollout import Spaces, row_spec
+from core.rollout import Spaces, new_rollouts, row_spec
 from core.running.machine import available_memory
 from core.running.run import check_ledger
 from core.running.supervise import Watchdog
@@ -76,15 +76,20 @@ def check_memory(
     # rollouts in the queue; the batches of the learner threads; and the empty columns
     # of an unfinished batch.
     batches = 1 + flags.num_learner_threads
-    num = num_envs + flags.max_learner_queue_size + flags.batch_size * batches
+    new = new_rollouts(flags)
+    num = num_envs + flags.max_learner_queue_size + new * batches
+    advice = "--max_learner_queue_size, --batch_size or --unroll_length"
+    if flags.replay_ratio:
+        # The replay, whose oldest batch stays until all its rollouts have left; and
+        # the mixed batches of the learner threads.
+        num += flags.replay_capacity + new
+        num += flags.batch_size * flags.num_learner_threads
+        advice = f"--replay_capacity, {advice}"
     need = num * (flags.unroll_length + 1) * row_bytes / 2**20
     have = available_memory() / 2**20
     line = f"memory: {num} rollouts need {need:,.1f} MiB, have {have:,.1f} MiB"
     if need > have:
-        raise ConfigError(
-            f"{line}. Lower --max_learner_queue_size, --batch_size or --unroll_length, "
-            "or use fewer environments."
-        )
+        raise ConfigError(f"{line}. Lower {advice}, or use fewer environments.")
     log.info("Preflight: %s", line)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from core.flag_types import divisor, int_at_least, number
 from core.remote import tls
+from core.rollout import new_rollouts
 from core.running.common_flags import ATARI_FLAGS
 from core.running.machine import num_cores
 
@@ -149,13 +150,23 @@ def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) ->
             "TCP start python -m polybeast_env and use --server_addresses."
         )
     set_num_servers(parser, flags)
-    B, K = flags.batch_size, flags.envs_per_stream
+    B, K = new_rollouts(flags), flags.envs_per_stream
     if B % K:
         parser.error(
-            f"--batch_size is {B} but must be a multiple of --envs_per_stream ({K}): "
+            f"{describe_new(flags)} but must be a multiple of --envs_per_stream ({K}): "
             f"a stream makes {K} rollouts at a time. Try --envs_per_stream "
             f"{divisor(B, at_most=K)}."
         )
+
+
+def describe_new(flags: argparse.Namespace) -> str:
+    """Say how many new rollouts are in a batch, as the start of a sentence."""
+    if not flags.replay_ratio:
+        return f"--batch_size is {flags.batch_size}"
+    return (
+        f"the number of new rollouts in a batch is {new_rollouts(flags)} (--batch_size "
+        f"{flags.batch_size}, --replay_ratio {flags.replay_ratio:g})"
+    )
 
 
 def check_server_addresses(
@@ -189,7 +200,7 @@ def set_num_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) 
         flags.num_servers, flags.streams_per_server, flags.envs_per_stream = A, 1, 1
         return
     if flags.envs_per_stream is None:
-        flags.envs_per_stream = divisor(flags.batch_size, at_most=ENVS_PER_STREAM)
+        flags.envs_per_stream = divisor(new_rollouts(flags), at_most=ENVS_PER_STREAM)
     if flags.streams_per_server is None:
         flags.streams_per_server = STREAMS_PER_SERVER
     per_server = flags.streams_per_server * flags.envs_per_stream

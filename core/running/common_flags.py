@@ -10,14 +10,17 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from core.flag_types import int_at_least, names, number, to_argv
+from core.rollout import new_rollouts
 from core.running.machine import num_cores
 
 ENV = "PongNoFrameskip-v4"  # If neither --env nor a server names an environment.
 MAX_NAME_NBYTES = 200  # Of a run's folder. Most file systems allow 255.
+REPLAY_BATCHES = 10  # --replay_capacity in batches, unless it is given.
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +209,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         type=int_at_least(1),
         default=32,
         metavar="B",
-        help="rollouts per batch",
+        help="rollouts per batch; with --replay_ratio new and replayed ones together",
     )
     learner.add_argument(
         "--unroll_length",
@@ -267,6 +270,28 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "the gradient unless --use_lstm. Not for networks whose Python code depends on "
         "the values of tensors",
     )
+    _add_replay_flags(learner)
+
+
+def _add_replay_flags(learner: Any) -> None:
+    learner.add_argument(
+        "--replay_ratio",
+        type=number(0),
+        default=0,
+        metavar="R",
+        help="learn from rollouts again: each batch has R replayed rollouts for every "
+        "new one, B / (1 + R) new ones in all, drawn uniformly from the last "
+        "--replay_capacity. So the weights are updated 1 + R times as often per step "
+        "(steps, frames and episodes count new rollouts only). The first batches, and "
+        "those after a resume, have new rollouts only",
+    )
+    learner.add_argument(
+        "--replay_capacity",
+        type=int_at_least(1),
+        metavar="N",
+        help="with --replay_ratio: how many of the last rollouts are kept in memory to "
+        f"be replayed. Default: {REPLAY_BATCHES} x --batch_size",
+    )
 
 
 def add_loss_flags(parser: argparse.ArgumentParser) -> None:
@@ -277,7 +302,8 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
         metavar="UPDATES",
         help="skip and count rollouts if the weights that chose their first action are "
         "more than this many updates old; the log's policy_lag_max shows the largest "
-        "lag. Default: learn from all rollouts, since V-trace corrects for the lag",
+        "lag. Replayed rollouts that old are skipped too, but not counted. Default: "
+        "learn from all rollouts, since V-trace corrects for the lag",
     )
     loss.add_argument(
         "--entropy_cost",
@@ -424,6 +450,35 @@ def check_atari_flags(
             )
 
 
+def check_replay(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Check the flags about replay (exit status 2); set the default capacity."""
+    R, N, B = flags.replay_ratio, flags.replay_capacity, flags.batch_size
+    if R == 0:
+        if N is not None:
+            parser.error(
+                f"--replay_capacity is {N} but --replay_ratio is 0: nothing would be "
+                "replayed. Add --replay_ratio 1, or leave --replay_capacity out."
+            )
+        return
+    new = new_rollouts(flags)
+    if abs(new - B / (1 + R)) > 0.01 or not 0 < new < B:
+        share = max(Fraction(R).limit_denominator(1000), Fraction(1, 1000))
+        unit = 4 * (share.numerator + share.denominator)
+        parser.error(
+            f"--replay_ratio is {R:g} and --batch_size is {B}, which makes "
+            f"{B / (1 + R):.2f} new rollouts and {B - B / (1 + R):.2f} replayed ones "
+            "in a batch, but both must be whole numbers. Try --batch_size "
+            f"{unit * max(1, round(B / unit))}."
+        )
+    if N is None:
+        flags.replay_capacity = REPLAY_BATCHES * B
+    elif N < B:
+        parser.error(
+            f"--replay_capacity is {N} but must be at least --batch_size ({B}): each "
+            f"batch draws from it. Try --replay_capacity {REPLAY_BATCHES * B}."
+        )
+
+
 def check_common(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
 ) -> None:
@@ -465,6 +520,7 @@ def check_common(
             f"--total_steps is {flags.total_steps} but one batch has --batch_size "
             f"({B}) x --unroll_length ({T}) = {B * T} steps. Raise --total_steps."
         )
+    check_replay(parser, flags)
     if flags.learner_cores is None:
         # Acting needs about the other half of the cores.
         share = 1 if flags.model == "deep" else 2

@@ -48,7 +48,12 @@ def available_memory() -> int:
 
 
 def check_resources(
-    *, shared_bytes: int, memory_folder: str | None, files: int, processes: int
+    *,
+    shared_bytes: int,
+    memory_folder: str | None,
+    files: int,
+    processes: int,
+    replay_share: float = 0,
 ) -> Iterator[str]:
     """Compare what a run needs with what the machine has; yield a line for each.
 
@@ -58,6 +63,7 @@ def check_resources(
       files: file descriptors the parent will hold open. The soft limit is raised to
         this if the hard limit allows.
       processes: processes that want a core of their own.
+      replay_share: what share of the shared memory is for --replay_capacity.
 
     Raises:
       ConfigError: the machine has too little; the message shows both numbers and says
@@ -70,10 +76,11 @@ def check_resources(
     else:
         have, where = shutil.disk_usage(memory_folder).free, memory_folder
         remedy = f"--num_buffers or --envs_per_actor, or enlarge {memory_folder}"
-    line = (
-        f"shared memory: need {shared_bytes / mib:,.1f} MiB, have "
-        f"{have / mib:,.1f} MiB of {where}"
-    )
+    need = f"{shared_bytes / mib:,.1f} MiB"
+    if replay_share:
+        remedy = f"--replay_capacity, {remedy}"
+        need += f" ({shared_bytes * replay_share / mib:,.1f} of them for the replay)"
+    line = f"shared memory: need {need}, have {have / mib:,.1f} MiB of {where}"
     if shared_bytes > have:
         raise ConfigError(f"{line}. Lower {remedy}.")
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)

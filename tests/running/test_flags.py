@@ -12,6 +12,7 @@ import atari_wrappers
 import monobeast
 from core.actors import actor_flags
 from core.errors import Exit
+from core.rollout import new_rollouts
 from core.running import folder
 from core.running.machine import num_cores
 
@@ -216,6 +217,7 @@ BAD_VALUES = [
             "--num_learner_threads",
             "--num_episodes",
             "--frame_skip",
+            "--replay_capacity",
         )
         for value in WHOLE
     ],
@@ -233,6 +235,7 @@ BAD_VALUES = [
             "--baseline_cost",
             "--learning_rate",
             "--grad_norm_clipping",
+            "--replay_ratio",
         )
         for value in ("-0.1", "inf", "nan", "much", "")
     ],
@@ -278,6 +281,27 @@ BAD_COMBINATIONS = [
     (
         "--num_buffers 7 --num_actors 1 --batch_size 8 --envs_per_actor 2",
         ["--num_buffers is 7", "--batch_size (8)", "Try --num_buffers 20."],
+    ),
+    (
+        "--replay_ratio 2 --batch_size 32",
+        ["--replay_ratio is 2", "--batch_size is 32", "10.67", "Try --batch_size 36."],
+    ),
+    (  # Not a single replayed rollout.
+        "--replay_ratio 0.01 --batch_size 8",
+        ["--replay_ratio is 0.01", "--batch_size is 8", "Try --batch_size 404."],
+    ),
+    (  # Not a single new one.
+        "--replay_ratio 8 --batch_size 8",
+        ["--replay_ratio is 8", "--batch_size is 8", "Try --batch_size 36."],
+    ),
+    (
+        "--replay_ratio 1 --batch_size 8 --replay_capacity 7",
+        ["--replay_capacity is 7", "--batch_size (8)", "Try --replay_capacity 80."],
+    ),
+    ("--replay_capacity 99", ["--replay_capacity is 99", "--replay_ratio is 0"]),
+    (
+        "--replay_ratio 3 --batch_size 16 --envs_per_actor 8",
+        ["must be its 4 new", "12 replayed", "Try --envs_per_actor 4."],
     ),
     (
         "--serial --num_learner_threads 3",
@@ -378,6 +402,25 @@ def test_what_is_just_enough_is_accepted():
         "--num_actors 7 --num_buffers 21 --batch_size 21 --envs_per_actor 3 "
         "--unroll_length 5 --total_steps 105".split()
     )
+
+
+@pytest.mark.parametrize(
+    "argv, new, envs, capacity",
+    [
+        ("--batch_size 32", 32, 8, None),
+        ("--batch_size 32 --replay_ratio 0", 32, 8, None),
+        ("--batch_size 32 --replay_ratio 1", 16, 8, 320),
+        ("--batch_size 32 --replay_ratio 3 --replay_capacity 32", 8, 8, 32),
+        ("--batch_size 30 --replay_ratio 0.5", 20, 5, 300),
+        ("--batch_size 32 --replay_ratio 0.3333", 24, 8, 320),
+    ],
+)
+def test_a_batch_has_new_and_replayed_rollouts(argv, new, envs, capacity):
+    """The environments of a process divide the number of both."""
+    flags = monobeast.parse_flags(argv.split())
+    assert new_rollouts(flags) == new
+    assert flags.envs_per_actor == envs
+    assert flags.replay_capacity == capacity
 
 
 small = st.integers(1, 12)

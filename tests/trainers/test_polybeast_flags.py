@@ -454,7 +454,7 @@ def test_a_bad_value_is_refused_with_flag_value_and_remedy(flag, value, remedy, 
 BAD_COMBINATIONS = [
     (
         "--max_learner_queue_size 16",
-        ["--max_learner_queue_size is 16", "at least --batch_size (32)"],
+        ["--max_learner_queue_size is 16", "at least --batch_size (32 new rollouts)"],
     ),
     (
         "--batch_size 12 --envs_per_stream 8",
@@ -463,6 +463,18 @@ BAD_COMBINATIONS = [
     (
         "--batch_size 5 --envs_per_stream 7",
         ["--batch_size is 5", "--envs_per_stream (7)", "Try --envs_per_stream 5."],
+    ),
+    (
+        "--replay_ratio 3 --batch_size 16 --envs_per_stream 8",
+        ["new rollouts in a batch is 4 (--batch_size 16", "Try --envs_per_stream 4."],
+    ),
+    (
+        "--replay_ratio 2 --batch_size 32",
+        ["--replay_ratio is 2", "--batch_size is 32", "Try --batch_size 36."],
+    ),
+    (
+        "--replay_ratio 1 --replay_capacity 31",
+        ["--replay_capacity is 31", "--batch_size (32)", "Try --replay_capacity 320."],
     ),
     (
         "--num_actors 7 --num_servers 2",
