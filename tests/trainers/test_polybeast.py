@@ -23,6 +23,7 @@ import nest
 import polybeast
 from core.actors import prepare
 from core.actors.shared_memory import RolloutBuffers
+from core.algorithm.replay import Replay
 from core.environments import make as make_module
 from core.nests import leaves, map_nest
 from core.remote import env_server
@@ -421,7 +422,7 @@ def test_inference_keeps_to_one_core_beside_a_learner_on_several():
     args = (flags, None, None, inference_batcher(), None, Trace(None))
     acting = start_thread("inference", polybeast.inference, *args)
     assert is_acting.wait(DEADLINE_S)
-    args = (flags, None, None, learner_queue(), Trace(None))
+    args = (flags, None, None, learner_queue(), Trace(None), Replay(0, 0))
     start_thread("learner", polybeast.learn_loop, *args).result(DEADLINE_S)
     acting.result(DEADLINE_S)
     assert used == {"inference": 1, "learner": 2}
