@@ -2,6 +2,7 @@
 """Shared helpers: deadlines, and the trainers as processes that start in no time."""
 
 import contextlib
+import fcntl
 import functools
 import importlib
 import multiprocessing
@@ -18,6 +19,7 @@ import pytest
 # As polybeast.py does, whichever module of the tests imports gRPC first.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from core.running import terminal
 from core.running.supervise import start_thread
 from tools.nemesis.programs import came_true, is_saving
 
@@ -48,6 +50,8 @@ def ended(processes: Iterable[psutil.Process]) -> bool:
 def fill(fd: int) -> None:
     """Write into a pipe or terminal until it takes nothing more."""
     again = os.open(f"/dev/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    with contextlib.suppress(OSError):  # As programs do; a terminal has no size.
+        fcntl.fcntl(again, fcntl.F_SETPIPE_SZ, terminal.PIPE_BYTES)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(again, b"x" * 100)

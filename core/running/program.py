@@ -32,7 +32,7 @@ def run_program(
         try:
             flags = parse_flags(argv)
             if flags.mode == "train":
-                stack.enter_context(terminal.never_waiting())
+                stack.enter_context(terminal.never_waiting(c_code=True))
             else:  # Ctrl-C closes environments and videos.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             faulthandler.enable(terminal.urgent_fd())

@@ -10,10 +10,14 @@ a process that writes to them blocks. Training must not block.
         output.start()
 
 `never_waiting` starts no thread, so that a program may still fork. Lines that cannot be
-shown are counted. Log records are in the run's out.log in any case.
+shown are counted. Log records are in the run's out.log in any case. Text of C libraries
+that the terminal does not take is lost: C code may hold the GIL, so no thread could
+keep it.
 """
 
 import contextlib
+import ctypes
+import fcntl
 import io
 import logging
 import multiprocessing
@@ -31,6 +35,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 256 << 10  # Limit of text that waits; more text is dropped.
 PATIENCE_S = 0.2  # A terminal that needs longer for one text counts as hanging.
+PIPE_BYTES = 1 << 20  # Of a pipe: a `tee` that reads loses nothing of C libraries.
 CLOSE_S = 1.0  # How long the end of the program waits for the terminal.
 
 MAX_LINE_BYTES = 2000  # Longer lines of a child are cut.
@@ -103,12 +108,33 @@ class Terminal(io.TextIOBase):
 
     # All else as in the stream. `pdb` edits lines only if the descriptor is the same.
 
-    def __getattr__(self, name: str) -> Any:  # Such as `buffer`, which may block.
+    def __getattr__(self, name: str) -> Any:  # Such as `buffer`.
         return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Make C libraries that write to the stream's descriptor never block, either.
+
+        The descriptor stays the same file, a terminal for instance: pdb edits lines.
+        """
+        fd, blocking = self.fileno(), os.dup(self.fileno())
+        os.dup2(self.urgent_fd, fd)
+        with contextlib.suppress(AttributeError, OSError):  # No pipe, or not Linux.
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        try:
+            yield
+        finally:
+            ctypes.CDLL(None).fflush(None)  # What C's stdio keeps until the exit.
+            os.dup2(blocking, fd)
+            os.close(blocking)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._encoding
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        return "backslashreplace"  # If it is None, `input` does not edit lines.
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -141,18 +167,25 @@ def _is_ready(fd: int, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def never_waiting() -> Iterator[None]:
-    """Make print and logging to stderr never block in this process."""
+def never_waiting(*, c_code: bool = False) -> Iterator[None]:
+    """Make print and logging to stderr never block in this process.
+
+    Args:
+      c_code: C libraries do not block, either. Child processes inherit this.
+    """
     old = sys.stdout, sys.stderr
     new = [Terminal(x) if _has_descriptor(x) else x for x in old]
     sys.stdout, sys.stderr = new
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = old
+    with contextlib.ExitStack() as stack:
         for stream in new:
             if isinstance(stream, Terminal):
-                stream.flush(CLOSE_S)
+                stack.callback(stream.flush, CLOSE_S)
+                if c_code:
+                    stack.enter_context(stream.in_place())
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = old
 
 
 def _has_descriptor(stream: Any) -> bool:

@@ -2,6 +2,8 @@
 """core.running.terminal: nobody waits for a terminal that does not read, or for a
 child's."""
 
+import contextlib
+import ctypes
 import fcntl
 import io
 import logging
@@ -12,12 +14,15 @@ import select
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
 
 from core.running import terminal
 from core.running.terminal import ChildOutput, Terminal, lines_of, never_waiting
 from tests.conftest import DEADLINE_S, fill, wait_until
+
+ROOT = Path(__file__).parents[2]
 
 
 def read(fd: int) -> str:
@@ -129,6 +134,48 @@ def test_what_is_printed_in_the_block_reaches_the_reader_until_its_end(monkeypat
             assert read(ours).startswith("one é\nx")
         assert read(ours).endswith("two\n") and sys.stderr is stream
     os.close(ours)
+
+
+def test_c_code_does_not_wait_in_the_block(reader_and_stream, monkeypatch, background):
+    ours, stream = reader_and_stream
+    if terminal._open_again(stream.fileno()) == stream.fileno():
+        pytest.skip("without a second descriptor C code waits")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", stream)
+    write = ctypes.CDLL(None).write
+    with never_waiting(c_code=True):
+        write(stream.fileno(), b"from C", 6)
+        assert read(ours) == "from C"
+        fill(stream.fileno())
+        background(write, stream.fileno(), b"lost" * 999, 4 * 999).result(DEADLINE_S)
+    assert os.get_blocking(stream.fileno())
+
+
+INPUT = """
+import readline
+from core.running.terminal import never_waiting
+with never_waiting(c_code=True):
+    print("read", input("? "))  # As pdb reads.
+"""
+
+
+def test_a_user_of_pdb_can_edit_lines():
+    pytest.importorskip("readline")
+    ours, theirs = pty.openpty()
+    shown = ""
+    with subprocess.Popen(
+        [sys.executable, "-c", INPUT], cwd=ROOT, stdin=theirs, stdout=theirs
+    ) as process:
+        os.close(theirs)
+        while "? " not in shown:
+            shown += os.read(ours, 100).decode()
+        os.write(ours, b"ac\x1b[Db\r")  # The left arrow, then the letter between.
+        with contextlib.suppress(OSError):  # The process has ended.
+            while True:
+                shown += os.read(ours, 100).decode()
+        assert process.wait(DEADLINE_S) == 0
+    os.close(ours)
+    assert "read abc" in shown
 
 
 def test_last_words_do_not_wait(monkeypatch, background):
