@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from core.actors import fork_server, prepare, processes
+from core.algorithm.replay import create_replay
 from core.environments.toys import Catch
 from core.nests import map_nest
 from core.running.supervise import start_thread
@@ -290,3 +291,32 @@ def hanging_env():
     env = Catch()
     env.step = lambda action: signal.pause()
     return env
+
+
+def test_a_buffer_in_the_replay_keeps_its_rollout_while_actors_write():
+    """Every replayed rollout is what was new once, and no buffer is lost or twice."""
+    flags = make_flags("tests.counting_env:make", "--replay_ratio", "1")
+    assert flags.replay_capacity == 20 * E
+    flags.replay_capacity = 4 * E
+    with Pool(flags) as pool:
+        actors, num_buffers = pool.actors, pool.buffers.num_buffers
+        replay = create_replay(flags, 0, E)
+        assert (replay.capacity, replay.num_sampled) == (4, 1)
+        rollouts, replayed = {}, []
+        for _ in range(40):
+            wait_until(lambda: actors.poll(0.01) or len(actors._full) > 0)
+            new = actors.take(1)
+            for index in new:
+                rollouts[index] = map_nest(np.copy, pool.buffers.rollout(index))
+            sampled = replay.sample()
+            actors.poll(0.01)
+            for index in sampled:
+                got = pool.buffers.rollout(index)
+                map_nest(np.testing.assert_array_equal, got, rollouts[index])
+                replayed.append(index)
+            actors.give_back(replay.add(new, sampled))
+            assert pool.buffers_accounted_for() + len(replay) == num_buffers
+        assert len(replay) == 4 and len(replayed) == 39
+        assert len(set(actors._free) | set(actors._full)) == len(actors._free) + len(
+            actors._full
+        )

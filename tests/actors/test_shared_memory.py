@@ -439,6 +439,19 @@ def test_a_wrong_number_of_buffers_is_refused(indices, buffers):
         BatchAssembler(buffers, 2).fill(indices)
 
 
+def test_replayed_buffers_stand_after_the_new_ones_and_are_marked(buffers):
+    assembler = BatchAssembler(buffers, 2, num_replayed=3)
+    memory = [batch for _, batch in leaves(assembler.batch)]
+    for new, replayed in [([4, 3], []), ([5, 0], [4, 1, 3]), ([2, 6], [])]:
+        assembler.fill(new, replayed)
+        marks = assembler.batch.pop("replayed")
+        num_old = len(replayed) * E
+        assert marks.tolist() == [[False] * 2 * E + [True] * num_old] * (T + 1)
+        check_batch(assembler, buffers, [*new, *replayed])
+        for old, (name, batch) in zip(memory, leaves(assembler.batch), strict=True):
+            assert np.shares_memory(old, batch), name
+
+
 # ---------------------------------------------------------------------- SharedWeights
 
 # Below the size from which torch copies with several threads, which would wait for each

@@ -114,7 +114,7 @@ def columns_of(nest):
     """Return the bytes of each column, leaf by leaf."""
     tensors = [x for _, x in leaves(nest)]
     return [
-        [x[:, i].contiguous().view(torch.uint8).numpy().tobytes() for x in tensors]
+        tuple(x[:, i].contiguous().view(torch.uint8).numpy().tobytes() for x in tensors)
         for i in range(tensors[0].shape[1])
     ]
 
@@ -122,7 +122,7 @@ def columns_of(nest):
 def test_every_replayed_column_was_new_once_to_the_last_bit():
     rng = np.random.default_rng(0)
     mix = Mixer(Replay(CAPACITY, REPLAYED))
-    seen: list[list[bytes]] = []
+    seen: list[tuple[bytes, ...]] = []
     for number in range(10):
         new = new_batch(rng, number)
         batch, state = mix(*new)
@@ -132,7 +132,8 @@ def test_every_replayed_column_was_new_once_to_the_last_bit():
         assert marks.shape == (T + 1, NEW + num_old) and marks.dtype == torch.bool
         assert not marks[:, :NEW].any() and marks[:, NEW:].all()
         assert columns[:NEW] == columns_of(new)
-        assert all(column in seen[-CAPACITY:] for column in columns[NEW:])
+        assert set(columns[NEW:]) <= set(seen[-CAPACITY:])
+        assert len(set(columns)) == len(columns)
         seen += columns[:NEW]
     assert num_old
 
@@ -249,16 +250,16 @@ def test_the_update_is_that_of_all_rollouts():
 
 
 @pytest.mark.parametrize(
-    "max_lag, counts",
+    "max_lag, versions, counts",
     [  # (updates, steps, stale rollouts)
-        (9, (1, T * NEW, 0)),
-        (8, (1, T * NEW, 0)),  # Replayed rollouts are left out, too, uncounted.
-        (6, (0, 0, NEW)),  # Nothing is learned from replayed rollouts alone.
+        (9, (3, 1), (1, T * NEW, 0)),
+        (8, (3, 1), (1, T * NEW, 0)),  # Replayed ones are left out, too, uncounted.
+        (6, (3, 4), (0, 0, NEW)),  # Nothing is learned from replayed ones alone.
     ],
 )
-def test_no_replayed_rollout_is_older_than_a_new_one_may_be(max_lag, counts):
+def test_no_replayed_rollout_is_older_than_a_new_one_may_be(max_lag, versions, counts):
     learner, rollouts = make_learner("--max_policy_lag", str(max_lag))
-    new, old = rollouts(NEW, 3), rollouts(REPLAYED, 1)
+    new, old = rollouts(NEW, versions[0]), rollouts(REPLAYED, versions[1])
     new["truncated"][...] = old["truncated"][...] = False
     learner.updates = 10
     learner.update(join(new, old), ())
@@ -268,6 +269,13 @@ def test_no_replayed_rollout_is_older_than_a_new_one_may_be(max_lag, counts):
     row = learner.averages.pop()
     assert (replay.RHO in row) == (max_lag == 9)
     assert "replay_rho" not in row
+
+
+def test_statistics_of_observations_count_new_rollouts_only():
+    learner, rollouts = make_learner("--normalize_observations")
+    learner.update(join(rollouts(NEW, 3), rollouts(REPLAYED, 1)), ())
+    (norm,) = learner.net.normalize.observation
+    assert norm.count == T * NEW
 
 
 def test_the_rows_of_a_batch_after_the_last_update_are_counted_once():

@@ -287,12 +287,12 @@ BAD_COMBINATIONS = [
         ["--replay_ratio is 2", "--batch_size is 32", "10.67", "Try --batch_size 36."],
     ),
     (  # Not a single replayed rollout.
-        "--replay_ratio 0.01 --batch_size 8",
-        ["--replay_ratio is 0.01", "--batch_size is 8", "Try --batch_size 404."],
+        "--replay_ratio 0.001 --batch_size 8",
+        ["--replay_ratio is 0.001", "--batch_size is 8", "Try --batch_size 4004."],
     ),
     (  # Not a single new one.
-        "--replay_ratio 8 --batch_size 8",
-        ["--replay_ratio is 8", "--batch_size is 8", "Try --batch_size 36."],
+        "--replay_ratio 900 --batch_size 8",
+        ["--replay_ratio is 900", "--batch_size is 8", "Try --batch_size 3604."],
     ),
     (
         "--replay_ratio 1 --batch_size 8 --replay_capacity 7",
@@ -411,7 +411,7 @@ def test_what_is_just_enough_is_accepted():
         ("--batch_size 32 --replay_ratio 0", 32, 8, None),
         ("--batch_size 32 --replay_ratio 1", 16, 8, 320),
         ("--batch_size 32 --replay_ratio 3 --replay_capacity 32", 8, 8, 32),
-        ("--batch_size 30 --replay_ratio 0.5", 20, 5, 300),
+        ("--batch_size 12 --replay_ratio 0.5", 8, 4, 120),
         ("--batch_size 32 --replay_ratio 0.3333", 24, 8, 320),
     ],
 )

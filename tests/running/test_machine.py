@@ -64,6 +64,13 @@ def test_too_little_memory_is_refused_with_both_numbers_and_the_remedy(machine):
         assert part in str(caught.value)
 
 
+def test_what_the_replay_needs_is_said_and_named_as_the_remedy(machine):
+    memory, *_ = check(replay_share=0.25)
+    assert "need 3.0 MiB (0.8 of them for the replay), have" in memory
+    with pytest.raises(ConfigError, match=r"Lower --replay_capacity, --num_buffers"):
+        check(shared_bytes=1010 * MIB, replay_share=0.25)
+
+
 def test_a_folder_too_small_is_refused_with_both_numbers_and_the_remedy(machine):
     with pytest.raises(ConfigError) as caught:
         check(shared_bytes=90 * MIB, memory_folder="/folder")
