@@ -72,7 +72,7 @@ from core.algorithm.gpu import (
     in_stream,
     wait_for,
 )
-from core.algorithm.normalization import InputNorm
+from core.algorithm.normalization import InputNorm, PopArt
 from core.algorithm.policy import sample_action
 from core.algorithm.recurrent import create_lstm, unroll_lstm
 from core.algorithm.replay import Mixer, Replay, create_replay
@@ -245,6 +245,7 @@ class Net(nn.Module):
         clip_rewards: bool = True,
         bfloat16: bool = False,
         normalize_observations: bool = False,
+        normalize_returns: bool = False,
     ):
         super().__init__()
         if not isinstance(action_space, gym.spaces.Discrete):
@@ -271,7 +272,8 @@ class Net(nn.Module):
         head_size = LSTM_SIZE if use_lstm else core_size
         # All actions are about equally likely at first.
         self.policy = orthogonal(nn.Linear(head_size, self.num_actions), gain=0.01)
-        self.baseline = orthogonal(nn.Linear(head_size, 1), gain=1.0)
+        linear = PopArt if normalize_returns else nn.Linear
+        self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
         """Return a new episode's recurrent state: [1, B, LSTM_SIZE] each, or ()."""
@@ -326,6 +328,7 @@ def create_net(flags: argparse.Namespace, spaces: Spaces) -> Net:
         clip_rewards=flags.reward_clipping == "abs_one",
         bfloat16=flags.precision == "bfloat16",
         normalize_observations=flags.normalize_observations,
+        normalize_returns=flags.normalize_returns,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from core.algorithm import vtrace
+from core.algorithm import replay, vtrace
 from core.algorithm.counters import not_a_number
 from core.algorithm.vtrace import action_log_probs
 from core.nests import Nest, leaves, map_nest
@@ -30,6 +30,8 @@ class ImpalaLoss(NamedTuple):
     entropy_loss: torch.Tensor  # Minus the entropy, times its cost.
     entropy: torch.Tensor  # Nats, over all transitions.
     rho: torch.Tensor  # Clipped importance weights, over all transitions.
+    target: torch.Tensor  # V-trace targets, float64, over all transitions.
+    target_square: torch.Tensor  # Their squares.
     # What else logs.csv shall have columns for, by `metrics.Field` or by name. Elements
     # of a tensor are summed.
     extra: dict[Any, torch.Tensor] = {}  # Shared, so never written to.
@@ -129,6 +131,30 @@ def split_columns(
         yield map_nest(lambda x, group=group: x[:, group].contiguous(), (rows, state))
 
 
+def sums_to_log(
+    vs: torch.Tensor,
+    log_rhos: torch.Tensor,
+    batch: Mapping[str, Any],
+    clipping: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the fields of `ImpalaLoss` that are no losses, by name.
+
+    Args:
+      vs, log_rhos: V-trace's, [T, B]; log_rhos is -inf where there is no transition.
+      clipping: options of V-trace, with or without `clip_rho_threshold`.
+    """
+    rhos = log_rhos.exp()
+    if (threshold := clipping.get("clip_rho_threshold", 1.0)) is not None:
+        rhos = rhos.clamp(max=threshold)
+    targets = vs.double().masked_fill(batch["truncated"][:-1], 0)
+    return {
+        "rho": rhos.sum(),
+        "target": targets.sum(),
+        "target_square": targets.square().sum(),
+        "extra": replay.sum_replayed(rhos, batch),
+    }
+
+
 def sum_scalars(parts: Sequence[ImpalaLoss], norm: torch.Tensor) -> dict[Any, float]:
     """Return the sums of the parts' scalars, and grad_norm, as numbers.
 
@@ -146,11 +172,18 @@ def sum_scalars(parts: Sequence[ImpalaLoss], norm: torch.Tensor) -> dict[Any, fl
                 raise not_a_number(key, value) from error
             if x.is_complex():
                 raise not_a_number(key, value)
-            x = x.to(norm)
+            x = x.to(norm.device, torch.float64)
             x = x.sum() if x.ndim else x
             sums[key] = sums[key] + x if key in sums else x
-    sums["grad_norm"] = norm
+    sums["grad_norm"] = norm.double()
     return dict(zip(sums, torch.stack(list(sums.values())).tolist()))
+
+
+def target_moments(sums: Mapping[Any, float], num_steps: int) -> tuple[float, float]:
+    """Return mean and variance of the V-trace targets behind some sums of scalars."""
+    mean = sums["target"] / max(num_steps, 1)
+    # In float64 the squares of a mean that is far from 0 leave enough digits.
+    return mean, max(0.0, sums["target_square"] / max(num_steps, 1) - mean**2)
 
 
 def describe_not_finite(batch: Nest) -> str:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running statistics that `Net` keeps as buffers: of its inputs, and of its targets.
 
-`InputNorm` is what --normalize_observations adds to a network. The statistics are in
-the network's state_dict. So they are in checkpoints, and actors get them together with
-the weights. Only `Learner.update` changes them, after the optimizer step: the forward
-pass of an update uses the statistics with which an actor of the newest weights acted,
-so the importance weights of its rollouts are 1. An update whose loss is not finite is
-skipped, and changes no statistics. Nothing changes them in the test modes.
+--normalize_observations adds `InputNorm` to a network, and --normalize_returns makes
+its last layer for values a `PopArt`. Their statistics are in the network's state_dict.
+So they are in checkpoints, and actors get them together with the weights. Only
+`Learner.update` changes them, after the optimizer step: the forward pass of an update
+uses the statistics with which an actor of the newest weights acted, so the importance
+weights of its rollouts are 1. An update whose loss is not finite is skipped, and
+changes no statistics. Nothing changes them in the test modes.
 """
 
 import itertools
@@ -22,6 +23,11 @@ from core.rollout import leaf_spaces
 CLIP = 10.0  # Normalized inputs are in [-CLIP, CLIP].
 EPSILON = 1e-8  # Added to the variance, which may be 0.
 NOT_NORMALIZED = "action_mask"  # A key of observations that are a Dict.
+# Weight of a batch in the statistics of targets: those of some 100 updates count.
+# Targets grow while a policy improves, so an average over all updates would be late.
+# Those of one batch alone are noise, as its rollouts are few and their rows alike.
+RATE = 0.01
+MIN_STD, MAX_STD = 1e-4, 1e6  # Bounds of Hessel et al. 2018.
 
 
 class RunningNorm(nn.Module):
@@ -116,3 +122,69 @@ def _norm_for(space: gym.Space) -> nn.Module:
     if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return RunningNorm(space.shape)
     return nn.Identity()
+
+
+class PopArt(nn.Linear):
+    """A linear layer for values, which learns in units of its targets' deviation.
+
+    Preserves its outputs precisely while it adapts to the scale of the targets (van
+    Hasselt et al. 2016, arXiv:1602.07714). It says v = std * (W x + b) + mean: values
+    are in units of the rewards, and W and b in units of the running mean and standard
+    deviation of the V-trace targets. When these change, W and b change so that v does
+    not.
+
+    The loss has to divide by `scale` (`core.algorithm.update.impala_loss`). The paper
+    learns the statistics of a batch before it computes the loss. Here it is after the
+    update: the columns of a batch are learned in groups, one after another, and the
+    statistics are those of all.
+
+    Statistics have one element for each output, so that an output for each of several
+    tasks could have its own.
+    """
+
+    updates: torch.Tensor
+    mean: torch.Tensor
+    var: torch.Tensor
+
+    def __init__(self, in_features: int, out_features: int = 1):
+        super().__init__(in_features, out_features)
+        zeros = torch.zeros(out_features, dtype=torch.float64)
+        self.register_buffer("updates", zeros)
+        self.register_buffer("mean", zeros.clone())
+        self.register_buffer("var", zeros + 1)
+
+    @property
+    def std(self) -> torch.Tensor:
+        """Standard deviation of the targets, within its bounds: [out_features]."""
+        return self.var.sqrt().clamp(MIN_STD, MAX_STD)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """What the loss divides errors by: `std`, or infinity before the first `learn`.
+
+        So the first batch is for the statistics alone. In units of the rewards its
+        gradients could be so large that the optimizer's averages forget them late.
+        """
+        return torch.where(self.updates > 0, self.std, torch.inf).float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return values [..., out_features] in units of the rewards."""
+        return super().forward(x) * self.std.float() + self.mean.float()
+
+    @torch.no_grad()
+    def learn(self, mean: float, var: float) -> None:
+        """Add the mean and variance of a batch's targets; keep the layer's outputs.
+
+        The first 1 / RATE batches weigh the same. Then the old ones fade with RATE.
+        Writes in place: actors and CUDA graphs hold these tensors.
+        """
+        old_mean, old_std = self.mean.clone(), self.std
+        self.updates += 1
+        rate = (1 / self.updates).clamp(min=RATE)
+        # The variance of a mixture of two distributions.
+        delta = mean - old_mean
+        self.var.mul_(1 - rate).add_(rate * (var + (1 - rate) * delta**2))
+        self.mean += rate * delta
+        std = self.std
+        self.weight.copy_(self.weight * (old_std / std).unsqueeze(1))
+        self.bias.copy_((self.bias * old_std + old_mean - self.mean) / std)

@@ -141,8 +141,7 @@ class Learner:
             if is_finite:
                 for optimizer in self.optimizers:
                     optimizer.step()
-                if flags.normalize_observations:
-                    net.normalize.learn(replay.split(rows)[0])  # Once.
+                self._learn_statistics(batch, rows, sums)
             self._count(batch, sums, is_finite)
 
     def _fresh_columns(self, batch: Nest) -> np.ndarray:
@@ -163,6 +162,15 @@ class Learner:
         self.stale += num_stale
         self.rows["stale"] += num_stale * (len(batch["done"]) - 1)
         return fresh
+
+    def _learn_statistics(
+        self, batch: Nest, rows: Nest, sums: dict[Any, float]
+    ) -> None:
+        """Add a batch to the network's running statistics, if flags give it some."""
+        if self.flags.normalize_observations:
+            self.net.normalize.learn(replay.split(rows)[0])  # Each row once.
+        if self.flags.normalize_returns and (num_steps := count_steps(batch)):
+            self.net.baseline.learn(*losses.target_moments(sums, num_steps))
 
     def _count(self, batch: Nest, sums: dict[Any, float], is_finite: bool) -> None:
         """Count an update, and all that the log says of its batch.
@@ -186,11 +194,15 @@ class Learner:
         self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
         lag = self.updates - rows["policy_version"]
         self.averages.add_max(policy_lag_max=lag.max())
+        target_mean, target_var = losses.target_moments(sums, all_steps)
+        del sums["target"], sums["target_square"]
         self.averages.add(
             sums,
             mean_rho=rho / max(num_steps, 1),
             entropy=entropy / max(all_steps, 1),
             policy_lag_mean=lag.mean(),
+            return_mean=target_mean,
+            return_std=target_var**0.5,
         )
         for key in self.flags.info_keys:
             values = info[key][np.isfinite(info[key])]
@@ -300,13 +312,16 @@ def compute_loss(
     """
     outputs, _ = net(rows, state)
     rows = {**rows, "action": rows["action"] - net.first_action}
-    return impala_loss(outputs, rows, **loss_options(flags))
+    return impala_loss(outputs, rows, **loss_options(flags, net))
 
 
-def loss_options(flags: argparse.Namespace) -> dict[str, Any]:
+def loss_options(flags: argparse.Namespace, net: Any) -> dict[str, Any]:
     """Return the keyword arguments of `impala_loss` that flags are for."""
     names = ("discounting", "baseline_cost", "entropy_cost", "reward_clipping")
-    return {name: getattr(flags, name) for name in names}
+    options = {name: getattr(flags, name) for name in names}
+    if flags.normalize_returns:
+        options["scale"] = net.baseline.scale
+    return options
 
 
 def impala_loss(
@@ -317,6 +332,7 @@ def impala_loss(
     baseline_cost: float,
     entropy_cost: float,
     reward_clipping: str,
+    scale: torch.Tensor | float = 1.0,
     **clipping: Any,
 ) -> ImpalaLoss:
     """Compute the loss of a batch of rollouts.
@@ -328,7 +344,8 @@ def impala_loss(
         + baseline_cost * 1/2 sum (v_s - V(x_s))^2
         - entropy_cost * sum H(pi(.|x_s))
 
-    where v is the V-trace target, and only pi and V have a gradient.
+    where v is the V-trace target, and only pi and V have a gradient. What is in round
+    brackets is divided by `scale` first (Hessel et al. 2018, arXiv:1809.04474).
 
     Args:
       learner_outputs: policy_logits [T + 1, B, A] and baseline [T + 1, B], float32, of
@@ -337,6 +354,7 @@ def impala_loss(
       discounting: gamma inside an episode.
       baseline_cost, entropy_cost: weights of the baseline loss and the entropy bonus.
       reward_clipping: "abs_one" clamps rewards to [-1, 1], "none" leaves them.
+      scale: `PopArt.scale`, about the standard deviation of v; or 1.
       clipping: `lambda_` and the thresholds that
         `core.algorithm.vtrace.from_importance_weights` takes; the paper's by default.
 
@@ -373,19 +391,16 @@ def impala_loss(
         log_rhos, discounts, rewards, values, bootstrap_value, **clipping
     )
 
-    pg_loss = losses.compute_policy_gradient_loss(logits, actions, pg_advantages)
-    baseline_loss = baseline_cost * losses.compute_baseline_loss(vs - values)
+    advantages = pg_advantages / scale
+    pg_loss = losses.compute_policy_gradient_loss(logits, actions, advantages)
+    baseline_loss = baseline_cost * losses.compute_baseline_loss((vs - values) / scale)
     negentropy = losses.compute_entropy_loss(logits, transitions)
     entropy_loss = entropy_cost * negentropy
-    rhos = log_rhos.exp()
-    if (threshold := clipping.get("clip_rho_threshold", 1.0)) is not None:
-        rhos = rhos.clamp(max=threshold)
     return ImpalaLoss(
         total_loss=pg_loss + baseline_loss + entropy_loss,
         pg_loss=pg_loss.detach(),
         baseline_loss=baseline_loss.detach(),
         entropy_loss=entropy_loss.detach(),
         entropy=-negentropy.detach(),
-        rho=rhos.sum(),
-        extra=replay.sum_replayed(rhos, batch),
+        **losses.sums_to_log(vs, log_rhos, batch, clipping),
     )

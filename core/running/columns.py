@@ -64,6 +64,18 @@ FIELDS = (
         "learner's, and lower the more they differ",
     ),
     Field(
+        "return_mean",
+        "reward",
+        "mean V-trace target of the baseline, of rewards as --reward_clipping leaves "
+        "them",
+    ),
+    Field(
+        "return_std",
+        "reward",
+        "standard deviation of these targets in a batch; --normalize_returns uses its "
+        "running value",
+    ),
+    Field(
         "grad_norm",
         "1",
         "global gradient norm before clipping, mean since the last row",

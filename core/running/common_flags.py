@@ -182,7 +182,7 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
 
 
 # Flags that a network's parameters and buffers depend on, next to the environment.
-NETWORK_FLAGS = ("model", "use_lstm", "normalize_observations")
+NETWORK_FLAGS = ("model", "use_lstm", "normalize_observations", "normalize_returns")
 
 
 ATARI_FLAGS = (
@@ -325,6 +325,14 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
         choices=["abs_one", "none"],
         default="abs_one",
         help="clip rewards to [-1, 1] in the loss and in the network's input",
+    )
+    loss.add_argument(
+        "--normalize_returns",
+        action="store_true",
+        help="divide advantages and the errors of the baseline by the running standard "
+        "deviation of the value targets (PopArt), so that --entropy_cost and "
+        "--learning_rate mean the same whatever the size of rewards. Made for "
+        "--reward_clipping none",
     )
 
 

@@ -149,6 +149,11 @@ class Run:
         torso = getattr(net, "torso", net)  # A fork's Net may have none.
         log.info("Run %s in %s, seed %d", flags.xpid, self.run_dir, flags.seed)
         log.info("Environment %s: %s, %s", env, spaces.observation, spaces.action)
+        if flags.normalize_returns and flags.reward_clipping != "none":
+            log.warning(
+                "--normalize_returns normalizes the returns of clipped rewards. Add "
+                "--reward_clipping none to learn from rewards of any size."
+            )
         log.info(
             "Network %s, %d parameters, %s",
             type(torso).__name__ + (" + LSTM" if flags.use_lstm else ""),

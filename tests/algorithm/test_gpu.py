@@ -170,7 +170,7 @@ def test_a_network_says_the_same_by_graphs_for_batches_of_any_size(device):
 def test_updates_by_graphs_are_the_same_updates(device):
     argv = ["--env", "Catch", "--unroll_length", "5", "--batch_size", "4"]
     argv += ["--envs_per_actor", "4", "--learning_rate", "0.01"]
-    argv += ["--normalize_observations"]
+    argv += ["--normalize_observations", "--normalize_returns"]
     flags = monobeast.parse_flags(argv)
     flags.disable_cuda = device == "cpu"
     _, batch = ceilings.random_rows(flags, (6, 4))
@@ -196,7 +196,7 @@ def test_updates_by_graphs_are_the_same_updates(device):
         assert all(a is b for a, b in zip(gradients[0], later, strict=True))
     assert sorted(by_graphs.gradient._graphs) == [3, 4]
     got, expected = by_graphs.net.state_dict(), expected.net.state_dict()
-    assert got["normalize.reward.count"] > 0
+    assert got["normalize.reward.count"] > 0 and got["baseline.updates"] == 5
     map_nest(lambda a, b: torch.testing.assert_close(a, b), got, expected)
 
 

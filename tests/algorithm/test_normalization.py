@@ -9,13 +9,21 @@ import torch
 import monobeast
 import polybeast
 from core.actors.shared_memory import share_weights
-from core.algorithm import losses
+from core.algorithm import losses, update, vtrace
 from core.algorithm.dry_run import dry_run, zero_rows
-from core.algorithm.normalization import InputNorm, RunningNorm
+from core.algorithm.normalization import (
+    MAX_STD,
+    MIN_STD,
+    RATE,
+    InputNorm,
+    PopArt,
+    RunningNorm,
+)
 from core.nests import map_nest
 from core.rollout import Spaces
 
 T, B = 5, 3
+OBSERVATIONS, RETURNS = BOTH = "--normalize_observations", "--normalize_returns"
 F32 = np.float32
 ACTIONS = gym.spaces.Discrete(7, start=2)
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (11,), F32)
@@ -69,10 +77,21 @@ def make_flags(*argv):
     return flags
 
 
-def make_learner(*argv, module=monobeast, space=VECTOR):
+def make_learner(*argv, module=monobeast):
     torch.manual_seed(0)
-    flags = make_flags("--normalize_observations", *argv)
-    return module.create_learner(flags, Spaces(space, ACTIONS))
+    flags = make_flags("--reward_clipping", "none", *argv)
+    return module.create_learner(flags, Spaces(VECTOR, ACTIONS))
+
+
+def on_policy(net, batch):
+    """Return the batch with the logits that `net` acts with.
+
+    Row t holds those with which row t-1's observation was acted on.
+    """
+    with torch.no_grad():
+        logits = net(batch)[0]["policy_logits"]
+    batch["policy_logits"][1:] = logits[:-1]
+    return batch
 
 
 def buffers(net):
@@ -199,7 +218,7 @@ def test_the_network_sees_normalized_rows(module, use_lstm):
 
 def test_without_the_flag_the_network_has_no_statistics():
     net = monobeast.create_net(make_flags(), Spaces(VECTOR, ACTIONS))
-    assert not [name for name in net.state_dict() if name.startswith("normalize")]
+    assert net.state_dict().keys() == dict(net.named_parameters()).keys()
 
 
 # ------------------------------------------------------------------------- the update
@@ -209,7 +228,7 @@ def test_without_the_flag_the_network_has_no_statistics():
 def test_an_update_learns_the_statistics_of_its_batch_once(module, monkeypatch):
     """In groups of columns, too."""
     monkeypatch.setattr(losses, "PIECE_BYTES", 1)
-    learner = make_learner(module=module)
+    learner = make_learner(OBSERVATIONS, module=module)
     batches = [random_batch(seed=seed) for seed in range(3)]
     for batch in batches:
         learner.update(batch, ())
@@ -223,21 +242,16 @@ def test_an_update_learns_the_statistics_of_its_batch_once(module, monkeypatch):
 
 def test_an_update_uses_the_statistics_that_its_actors_had():
     """So on-policy data has importance weights of 1, whatever it looks like."""
-    learner = make_learner("--learning_rate", "0.01")
+    learner = make_learner(*BOTH, "--learning_rate", "0.01")
     for seed in range(3):
-        batch = random_batch(seed=seed)
-        with torch.no_grad():
-            outputs, _ = learner.net(batch)
-        # Row t holds the logits with which row t-1's observation was acted on.
-        batch["policy_logits"][1:] = outputs["policy_logits"][:-1]
-        learner.update(batch, ())
+        learner.update(on_policy(learner.net, random_batch(seed=seed)), ())
         mean_rho = learner.averages.pop()["mean_rho"]
         assert mean_rho == pytest.approx(1, abs=1e-6), seed
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_skipped_update_changes_no_statistics(bad):
-    learner = make_learner()
+    learner = make_learner(*BOTH)
     learner.update(random_batch(), ())
     before = buffers(learner.net)
     spoilt = random_batch(seed=1)
@@ -249,7 +263,7 @@ def test_a_skipped_update_changes_no_statistics(bad):
 
 
 def test_columns_that_are_too_old_are_not_counted():
-    learner = make_learner("--max_policy_lag", "2")
+    learner = make_learner(OBSERVATIONS, "--max_policy_lag", "2")
     learner.updates = 5
     batch = random_batch()
     batch["policy_version"][1:, 1:] = 3
@@ -258,13 +272,192 @@ def test_columns_that_are_too_old_are_not_counted():
     assert norm.count.item() == T * (B - 1)
 
 
+# ---------------------------------------------------------------------- value targets
+
+
+def test_outputs_stay_while_the_scale_changes_a_thousandfold():
+    torch.manual_seed(0)
+    layer = PopArt(13)
+    x = torch.randn(7, 3, 13)
+    layer.learn(mean=40.0, var=25.0)
+    before = layer(x)
+    for mean, std in ((40.0, 5000.0), (-3.0, 5.0), (70.0, 0.005), (40.0, 5.0)):
+        layer.updates.zero_()  # As the first: the statistics become these at once.
+        layer.learn(mean, std**2)
+        assert layer.mean.item() == mean and layer.std.item() == pytest.approx(std)
+        torch.testing.assert_close(layer(x), before, rtol=1e-5, atol=1e-5)
+        said = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        normalized = (before.double() - mean) / std
+        torch.testing.assert_close(said.double(), normalized, rtol=1e-3, atol=1e-5)
+
+
+def test_a_thousand_small_changes_of_scale_keep_the_outputs():
+    rng = np.random.default_rng(3)
+    torch.manual_seed(0)
+    layer, x = PopArt(13), torch.randn(31, 13)
+    layer.learn(0.0, 1.0)
+    before = layer(x).detach()
+    for mean, std in zip(rng.normal(0, 2, 1000), rng.uniform(0.5, 2, 1000)):
+        layer.learn(mean, std**2)
+    torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-4)
+
+
+def test_targets_of_the_first_batches_weigh_the_same_and_later_ones_fade():
+    rng = np.random.default_rng(4)
+    layer = PopArt(2)
+    batches = rng.normal(rng.normal(0, 9, 3 * round(1 / RATE)), 3.0, (17, 300)).T
+    mean = square = 0.0
+    for i, batch in enumerate(batches, start=1):
+        layer.learn(batch.mean(), batch.var())
+        rate = max(RATE, 1 / i)
+        mean += rate * (batch.mean() - mean)
+        square += rate * (np.square(batch).mean() - square)
+        if i == round(1 / RATE):
+            assert layer.mean.item() == pytest.approx(batches[:i].mean())
+            assert layer.var.item() == pytest.approx(batches[:i].var())
+    assert layer.mean.item() == pytest.approx(mean)
+    assert layer.std.item() == pytest.approx((square - mean**2) ** 0.5)
+
+
+@pytest.mark.parametrize("var, bound", [(0.0, MIN_STD), (1e30, MAX_STD)])
+def test_the_deviation_has_bounds_and_outputs_stay_at_them(var, bound):
+    layer, x = PopArt(5), torch.ones(1, 5)
+    before = layer(x).item()
+    layer.learn(0.0, var)
+    assert layer.std.item() == bound
+    assert layer(x).item() == pytest.approx(before, rel=1e-5)
+
+
+def test_values_in_the_thousands_are_learned_in_as_many_steps_as_those_near_one():
+    torch.manual_seed(0)
+    x = torch.randn(499, 7)
+    y = 1000 * x @ torch.randn(7, 1) + 5000
+
+    def error_after_training(layer):
+        optimizer = torch.optim.RMSprop(layer.parameters(), lr=0.03)
+        for _ in range(100):
+            optimizer.zero_grad()
+            error = (layer(x) - y) / getattr(layer, "scale", 1.0)
+            error.square().mean().backward()
+            optimizer.step()
+            if isinstance(layer, PopArt):
+                layer.learn(y.mean().item(), y.var(correction=0).item())
+        return ((layer(x) - y).square().mean().sqrt() / y.std()).item()
+
+    assert error_after_training(PopArt(7)) < 0.1
+    assert error_after_training(torch.nn.Linear(7, 1)) > 1
+
+
+def targets_of(values, batch, **options):
+    """V-trace targets [T, B] of a batch that the present policy made."""
+    transitions = ~batch["truncated"][:-1]
+    return vtrace.from_importance_weights(
+        torch.zeros(T, B).masked_fill_(~transitions, -torch.inf),
+        0.99 * (~batch["done"][1:]).float(),
+        batch["reward"][1:],
+        values[:-1],
+        values[-1],
+        **options,
+    ).vs
+
+
+def test_losses_are_in_units_of_the_deviation():
+    torch.manual_seed(0)
+    x, layer = torch.randn(T + 1, B, 11), PopArt(11)
+    layer.learn(500.0, 300.0**2)
+    batch = random_batch()
+    batch["action"] = batch["action"] - 2
+    outputs = {"policy_logits": batch["policy_logits"].clone()}
+    outputs["policy_logits"][:-1] = batch["policy_logits"][1:]  # On-policy.
+
+    def loss_of(scale):
+        outputs["baseline"] = layer(x).squeeze(-1)
+        return update.impala_loss(
+            outputs,
+            batch,
+            discounting=0.99,
+            baseline_cost=0.5,
+            entropy_cost=0.0,
+            reward_clipping="none",
+            scale=scale,
+        )
+
+    plain, scaled = loss_of(1.0), loss_of(layer.scale)
+    torch.testing.assert_close(scaled.pg_loss, plain.pg_loss / 300)
+    torch.testing.assert_close(scaled.baseline_loss, plain.baseline_loss / 300**2)
+    # The layer learns as one whose targets somebody else has normalized.
+    vs = targets_of(outputs["baseline"].detach(), batch)
+    said = torch.nn.functional.linear(x, layer.weight, layer.bias).squeeze(-1)
+    expected = 0.25 * (said[:-1] - (vs - 500) / 300).square().sum()
+    for parameter in (layer.weight, layer.bias):
+        (got,) = torch.autograd.grad(scaled.total_loss, parameter, retain_graph=True)
+        (wanted,) = torch.autograd.grad(expected, parameter, retain_graph=True)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("module", [monobeast, polybeast])
+@pytest.mark.parametrize("piece_bytes", [1, 2**30])
+def test_an_update_learns_the_targets_of_its_transitions(
+    module, piece_bytes, monkeypatch
+):
+    """Of all columns, but not of the rows that follow a truncation."""
+    monkeypatch.setattr(losses, "PIECE_BYTES", piece_bytes)
+    learner = make_learner(RETURNS, "--learning_rate", "0", module=module)
+    batch = on_policy(learner.net, random_batch())
+    batch["truncated"][2, 1] = True
+    values = learner.net(batch)[0]["baseline"].detach()
+    vs = targets_of(values, batch)[~batch["truncated"][:-1]]
+    assert len(vs) == T * B - 1
+    learner.update(batch, ())
+    layer = learner.net.baseline
+    assert layer.updates == 1
+    assert layer.mean.item() == pytest.approx(vs.mean().item(), rel=1e-5)
+    assert layer.var.item() == pytest.approx(vs.var(correction=0).item(), rel=1e-5)
+    # What the log says of the batch; and the values are as before, but for rounding.
+    row = learner.averages.pop()
+    assert row["return_mean"] == pytest.approx(layer.mean.item())
+    assert row["return_std"] == pytest.approx(layer.std.item())
+    after = learner.net(batch)[0]["baseline"]
+    torch.testing.assert_close(after, values, rtol=1e-5, atol=1e-5)
+
+
+def test_the_first_batch_is_for_the_statistics_alone():
+    learner = make_learner(RETURNS, "--entropy_cost", "0")
+    batches = [on_policy(learner.net, random_batch(seed=seed)) for seed in range(2)]
+    before = [p.clone() for p in learner.net.policy.parameters()]
+    learner.update(batches[0], ())
+    for old, new in zip(before, learner.net.policy.parameters()):
+        assert torch.equal(old, new)
+    learner.update(batches[1], ())
+    assert not torch.equal(before[0], learner.net.policy.weight)
+
+
+def test_rewards_a_thousand_times_as_large_make_the_same_policy():
+    """If the values begin at 0, whatever the rewards' units are."""
+    policies = {}
+    for factor in (1.0, 1000.0):
+        argv = ("--grad_norm_clipping", "0", "--entropy_cost", "0")
+        learner = make_learner(*BOTH, *argv, "--learning_rate", "0.002")
+        torch.nn.init.zeros_(learner.net.baseline.weight)
+        for seed in range(5):
+            batch = random_batch(seed=seed)
+            batch["reward"] *= factor
+            learner.update(batch, ())
+        assert learner.skipped == 0
+        batch = random_batch(seed=99)
+        batch["reward"] *= factor
+        policies[factor] = learner.net(batch)[0]["policy_logits"].softmax(-1)
+    torch.testing.assert_close(policies[1.0], policies[1000.0], rtol=1e-4, atol=1e-4)
+    assert (policies[1.0].max() - policies[1.0].min()) > 0.1  # Something was learned.
+
+
 # ----------------------------------------------------------------------- to the actors
 
 
 def test_the_statistics_reach_the_actors_with_the_weights():
     """By shared memory in MonoBeast, by `Weights` in PolyBeast, where they are."""
     for module in (monobeast, polybeast):
-        learner = make_learner(module=module)
+        learner = make_learner(*BOTH, module=module)
         actor = module.create_net(learner.flags, Spaces(VECTOR, ACTIONS))
         if module is monobeast:
             weights = share_weights(learner.net, 0)
@@ -279,6 +472,7 @@ def test_the_statistics_reach_the_actors_with_the_weights():
             weights.publish(learner.net, 1)
             assert weights.fetch(actor, -1) == 1
         assert actor.normalize.observation[0].count == T * B
+        assert actor.baseline.std != 1
         rows = random_batch(seed=2)
         with torch.no_grad():
             said, expected = actor(rows)[0], learner.net(rows)[0]

@@ -40,8 +40,9 @@ def test_only_the_weights_are_published_in_half_precision(runs, published, capsy
     assert found.tensors.keys() == {"model"}
     for name, tensor in original.tensors["model"].items():
         assert found.tensors["model"][name].equal(tensor.half())
-    flags = {"model": "auto", "use_lstm": False, "normalize_observations": False}
-    assert found.state == {"flags": {"env": "Catch", **flags}}
+    off = ("use_lstm", "normalize_observations", "normalize_returns")
+    flags = {"env": "Catch", "model": "auto", **dict.fromkeys(off, False)}
+    assert found.state == {"flags": flags}
     assert path.stat().st_size < original.path.stat().st_size / 3
     publish.main([str(runs / "x"), str(published)])  # Again, over it.
     assert re.search(rf"{path}: 0\.\d\d MB", capsys.readouterr().out)

@@ -500,10 +500,11 @@ def test_testing_takes_over_what_the_network_and_environment_depend_on(
     trained(
         "--xpid a --env BreakoutNoFrameskip-v4 --model deep --use_lstm "
         "--reward_clipping none --sticky_actions 0.25 --no-episodic_life --noop_max 3 "
-        "--normalize_observations"
+        "--normalize_observations --normalize_returns"
     )
     flags = parse_test(tmp_path, "--xpid a")
     assert flags.normalize_observations is True
+    assert flags.normalize_returns is True
     assert flags.env == "BreakoutNoFrameskip-v4"
     assert flags.model == "deep"
     assert flags.use_lstm is True

@@ -114,19 +114,27 @@ def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
     assert "--init_from" in caplog.text and "was for its beginning" in caplog.text
 
 
+@pytest.mark.parametrize("flag", ["normalize_observations", "normalize_returns"])
 @pytest.mark.parametrize("recorded", [True, False], ids=["now", "before the flag"])
-def test_a_run_goes_on_with_its_own_normalization_only(savedir, recorded):
+def test_a_run_goes_on_with_its_own_normalization_only(savedir, flag, recorded):
     """Checkpoints from before these flags are those of runs without them."""
     found = checkpoint.load(savedir / "old" / "checkpoints")
     assert found is not None
     if not recorded:
-        del found.state["flags"]["normalize_observations"]
+        del found.state["flags"][flag]
     folder = savedir / "old" / "checkpoints"
     checkpoint.save(folder, step=201, tensors=found.tensors, state=found.state)
-    flag = "--normalize_observations"
-    with pytest.raises(ConfigError, match=f"{flag} is True but run old .* with False"):
-        make_run(savedir, flag, xpid="old").resume()
+    said = f"--{flag} is True but run old was trained with False"
+    with pytest.raises(ConfigError, match=said):
+        make_run(savedir, f"--{flag}", xpid="old").resume()
     assert make_run(savedir, xpid="old").resume() is not None
+
+
+@pytest.mark.parametrize("clipping, told", [("abs_one", True), ("none", False)])
+def test_returns_of_clipped_rewards_are_told(tmp_path, caplog, clipping, told):
+    a_run = make_run(tmp_path, "--normalize_returns", "--reward_clipping", clipping)
+    a_run.describe("Catch", monobeast.read_spaces(a_run.flags), devices="on cpu")
+    assert ("Add --reward_clipping none" in caplog.text) == told
 
 
 # ---------------------------------------------------------------- logging and saving
@@ -516,6 +524,10 @@ def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
         (
             ["--normalize_observations"],
             ["missing normalize.", "--normalize_observations there False, here True"],
+        ),
+        (
+            ["--normalize_returns"],
+            ["missing baseline.mean", "--normalize_returns there False, here True"],
         ),
         (["--env", "CartPole-v1"], ["torso.layers.0.weight: file [256,50]"]),
     ],

@@ -207,7 +207,10 @@ def kill_somewhere(
 
 @pytest.fixture(
     scope="module",
-    params=[("Catch", 400), ("Memory --use_lstm --normalize_observations", 160)],
+    params=[
+        ("Catch", 400),
+        ("Memory --use_lstm --normalize_observations --normalize_returns", 160),
+    ],
     ids=["Catch", "Memory"],
 )
 def interrupted(request, start_for_module):
