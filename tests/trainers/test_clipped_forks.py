@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/appo and examples/impact: the patched trainer has the loss that it names.
+
+Skipped in a fork that has edited what the patches edit, since they do not apply.
+"""
+
+import csv
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.actors import prepare
+from core.algorithm import update
+from core.nests import map_nest
+
+ROOT = Path(__file__).parents[2]
+T, B, CLIP, GAMMA = 5, 7, 0.3, 0.9
+FLAGS = ["--env", "Catch", "--batch_size", str(B), "--unroll_length", str(T)]
+FLAGS += ["--clip", str(CLIP), "--discounting", str(GAMMA), "--seed", "1"]
+
+
+@pytest.fixture(scope="module", params=["appo", "impact"])
+def fork(request, tmp_path_factory):
+    """A folder with the patched monobeast.py, named after the example."""
+    folder = tmp_path_factory.mktemp("fork") / request.param
+    folder.mkdir()
+    shutil.copy(ROOT / "monobeast.py", folder)
+    patch = ROOT / "examples" / request.param / "monobeast.patch"
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    if subprocess.run(["git", "apply", patch], cwd=folder).returncode:
+        pytest.skip(f"monobeast.py was edited: {patch} does not apply")
+    return folder
+
+
+def load(folder):
+    """Import the patched trainer."""
+    spec = importlib.util.spec_from_file_location(folder.name, folder / "monobeast.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def trainer(fork):
+    return load(fork)
+
+
+def main(argv):
+    """Run the patched trainer; the last argument is its folder."""
+    *argv, folder = argv
+    return load(Path(folder)).main(argv)
+
+
+def make_learner(trainer, *argv):
+    """Return a learner, and a batch of random rollouts."""
+    flags = trainer.parse_flags([*FLAGS, *argv])
+    spaces = trainer.read_spaces(flags)
+    torch.manual_seed(0)
+    learner = trainer.create_learner(flags, spaces)
+    outputs = trainer.net_outputs(spaces)
+    row, _ = prepare.rollout_specs(flags, spaces, learner.net, outputs)
+    rng = np.random.default_rng(0)
+
+    def random(spec):
+        shape = (T + 1, B, *spec.shape)
+        if spec.dtype.kind == "f":
+            return rng.standard_normal(shape).astype(spec.dtype)
+        return rng.integers(0, 3 if spec.dtype.kind == "i" else 2, shape, spec.dtype)
+
+    batch = map_nest(random, row)
+    batch["info"] = map_nest(lambda x: np.full_like(x, np.nan), batch["info"])
+    batch["done"] &= ~batch["truncated"]
+    return learner, map_nest(torch.from_numpy, batch)
+
+
+def log_probs(logits, actions):
+    return torch.log_softmax(logits.double(), -1).gather(-1, actions[..., None])[..., 0]
+
+
+def losses_by_hand(flags, outputs, old, batch):
+    """Return the two losses by loops over the equations in the patches' docstrings.
+
+    Args:
+      old: the outputs of the policy from which V-trace takes pi' and V'.
+    """
+    actions = batch["action"][1:]
+    log_pi = log_probs(outputs["policy_logits"][:-1], actions)
+    log_old = log_probs(old["policy_logits"][:-1], actions)
+    log_mu = log_probs(batch["policy_logits"][1:], actions)
+    pg_loss = baseline_loss = 0.0
+    for b in range(B):
+        V, v = old["baseline"][:, b].double(), old["baseline"][T, b].double()
+        for t in reversed(range(T)):
+            gamma = 0.0 if batch["done"][t + 1, b] else GAMMA
+            reward = batch["reward"][t + 1, b].double().clamp(-1, 1)
+            advantage = reward + gamma * v - V[t]  # v is v_{t+1} here.
+            rho = (log_old - log_mu)[t, b].exp().clamp(max=1)
+            error = rho * (reward + gamma * V[t + 1] - V[t])
+            error += gamma * rho * (v - V[t + 1])
+            if batch["truncated"][t, b]:
+                error = advantage = 0.0
+            v = V[t] + error
+            r = (log_pi - log_mu)[t, b].exp()
+            if old is not outputs:
+                r = r * (log_mu - log_old)[t, b].exp().clamp(max=2)
+            clipped = min(max(r, 1 - CLIP), 1 + CLIP)
+            pg_loss -= min(r * advantage, clipped * advantage)
+            if not batch["truncated"][t, b]:
+                difference = v - outputs["baseline"][t, b].double()
+                baseline_loss += flags.baseline_cost / 2 * difference**2
+    return float(pg_loss), float(baseline_loss)
+
+
+def test_the_losses_are_those_of_the_equations(trainer):
+    learner, batch = make_learner(trainer)
+    net = learner.net
+    with torch.no_grad():
+        net.policy.weight += 0.3 * torch.randn_like(net.policy.weight)
+        net.baseline.weight += 0.3 * torch.randn_like(net.baseline.weight)
+        outputs, _ = net(batch, ())
+        old = net.target(batch, ())[0] if hasattr(net, "target") else outputs
+        loss = trainer.compute_loss(learner.flags, net, batch, ())
+    pg_loss, baseline_loss = losses_by_hand(learner.flags, outputs, old, batch)
+    assert float(loss.pg_loss) == pytest.approx(pg_loss, rel=1e-4)
+    assert float(loss.baseline_loss) == pytest.approx(baseline_loss, rel=1e-4)
+    assert 0 < loss.extra[trainer.CLIPPED] < T * B
+
+
+def test_on_policy_the_gradient_is_impalas(trainer):
+    """Nothing is clipped, and all ratios are 1."""
+    learner, batch = make_learner(trainer)
+    net, flags = learner.net, learner.flags
+    with torch.no_grad():
+        batch["policy_logits"][1:] = net(batch, ())[0]["policy_logits"][:-1]
+    gradients = []
+    for compute_loss in (trainer.compute_loss, update.compute_loss):
+        net.zero_grad()
+        compute_loss(flags, net, batch, ()).total_loss.backward()
+        gradients.append([p.grad.clone() for p in net.parameters() if p.requires_grad])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fork", ["impact"], indirect=True)
+def test_the_target_network_follows_every_few_updates(trainer):
+    learner, batch = make_learner(trainer, "--target_updates", "3")
+    net = learner.net
+
+    def weights(network):
+        layers = (network.torso, network.policy, network.baseline)
+        return [p.detach().clone() for layer in layers for p in layer.parameters()]
+
+    expected = weights(net)
+    for number in range(1, 8):
+        learner.update(map_nest(np.asarray, batch), ())
+        if number % 3 == 0:
+            expected = weights(net)
+        torch.testing.assert_close(weights(net.target), expected, rtol=0, atol=0)
+
+
+def test_a_run_with_replay_logs_what_was_clipped(fork, start, tmp_path):
+    sizes = ["--batch_size", 8, "--learning_rate", 0.002, "--log_interval_s", 0]
+    flags = [*sizes, "--env", "Catch", "--serial", "--replay_ratio", 3, "--xpid", "x"]
+    program = start(*flags, "--total_steps", 2000, fork, module=__name__)
+    assert program.wait() == 0, program.text()
+    with open(tmp_path / "runs" / "x" / "logs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert any(float(row["clipped"]) > 0 for row in rows)
+    assert 0 < float(rows[-1]["replay_mean_rho"]) <= 1.0001
