@@ -515,7 +515,6 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     """Train with actor processes and learner threads; the main thread watches them."""
     flags, learner = run.flags, run.learner
     weights = share_weights(learner.net, learner.updates)
-    replay = create_replay(flags, learner.updates, flags.envs_per_actor)
     actors = Actors(
         functools.partial(act, flags, spaces),
         flags,
@@ -525,6 +524,8 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
         busy=learner.busy,
         preload="monobeast",
     )
+    E = flags.envs_per_actor
+    replay = create_replay(flags, learner.updates, E, actors.reserve)
     watchdog = Watchdog(flags.stall_timeout_s, flags.on_stall)
     threads: dict[str, concurrent.futures.Future] = {}
     try:

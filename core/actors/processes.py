@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import logging
+import math
 import multiprocessing
 import signal
 import struct
@@ -218,6 +219,10 @@ class Actors:
         clocks = SharedArrays({"clock": shape})
         self._clock = clocks.arrays["clock"]
         self._shared = (buffers, weights, clocks)
+        num_free = math.ceil(flags.num_buffers / flags.envs_per_actor)
+        # Actors get these when the replay holds others. If they got them at once, they
+        # would run further ahead of the learner than --num_buffers allows.
+        self.reserve = range(num_free, buffers.num_buffers)
         self._output = terminal.ChildOutput()
         self._incarnation = first_incarnation
         self._context = multiprocessing.get_context(flags.start_method)
@@ -229,7 +234,7 @@ class Actors:
         self.slots = [ActorSlot(i, RestartBudget()) for i in range(flags.num_actors)]
         # Guards everything below, and the slots' `held` and `pipe`.
         self._changed = threading.Condition()
-        self._free = collections.deque(range(buffers.num_buffers))
+        self._free = collections.deque(range(num_free))
         self._full: collections.deque[int] = collections.deque()
         self._served = 0  # Buffers handed out so far.
         self._waiting = 0  # Learner threads in `take`.

@@ -54,14 +54,23 @@ class Replay:
         that lie side by side in memory. It is hashable: a buffer's index, or `Column`.
       num_sampled: how many items `sample` draws.
       seed: of the draws.
+      reserve: items without a rollout yet, up to `capacity`. They leave first: one for
+        each of the first items that come, so that `add` always returns as many.
     """
 
-    def __init__(self, capacity: int, num_sampled: int, seed: Sequence[int] = ()):
+    def __init__(
+        self,
+        capacity: int,
+        num_sampled: int,
+        seed: Sequence[int] = (),
+        reserve: Sequence[Any] = (),
+    ):
         self.capacity = capacity
         self.num_sampled = num_sampled
         self._rng = np.random.default_rng(seed)
         self._lock = threading.Lock()
         # All guarded by the lock:
+        self._reserve = collections.deque(reserve)
         self._ring: collections.deque[Any] = collections.deque()  # Oldest first.
         self._in_use: collections.Counter[Any] = collections.Counter()  # Sampled.
 
@@ -91,8 +100,11 @@ class Replay:
             self._in_use = +self._in_use  # Without the zeros.
             self._ring.extend(new)
             evicted = []
-            while len(self._ring) > self.capacity and self._ring[0] not in self._in_use:
-                evicted.append(self._ring.popleft())
+            while len(self._reserve) + len(self._ring) > self.capacity:
+                oldest = self._reserve or self._ring
+                if oldest[0] in self._in_use:
+                    break
+                evicted.append(oldest.popleft())
             return evicted
 
     def __len__(self) -> int:
@@ -100,13 +112,17 @@ class Replay:
 
 
 def create_replay(
-    flags: argparse.Namespace, first_update: int, rollouts_per_item: int = 1
+    flags: argparse.Namespace,
+    first_update: int,
+    rollouts_per_item: int = 1,
+    reserve: Sequence[Any] = (),
 ) -> Replay:
     """Return the replay that the flags ask for, empty, also when a run is resumed.
 
     Args:
       first_update: optimizer steps before this start of the run. With it a resumed run
         does not repeat its first draws.
+      reserve: as `Replay` takes it.
     """
     new = new_rollouts(flags)
     replayed = flags.batch_size - new
@@ -120,7 +136,7 @@ def create_replay(
         )
     capacity = math.ceil((flags.replay_capacity or 0) / rollouts_per_item)
     seed = (flags.seed, first_update)
-    return Replay(capacity, replayed // rollouts_per_item, seed)
+    return Replay(capacity, replayed // rollouts_per_item, seed, reserve)
 
 
 # --------------------------------------------------------- batches with replayed rows

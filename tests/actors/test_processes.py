@@ -299,8 +299,8 @@ def test_a_buffer_in_the_replay_keeps_its_rollout_while_actors_write():
     assert flags.replay_capacity == 20 * E
     flags.replay_capacity = 4 * E
     with Pool(flags) as pool:
-        actors, num_buffers = pool.actors, pool.buffers.num_buffers
-        replay = create_replay(flags, 0, E)
+        actors, num_free = pool.actors, flags.num_buffers // E
+        replay = create_replay(flags, 0, E, actors.reserve)
         assert (replay.capacity, replay.num_sampled) == (4, 1)
         rollouts, replayed = {}, []
         for _ in range(40):
@@ -315,8 +315,8 @@ def test_a_buffer_in_the_replay_keeps_its_rollout_while_actors_write():
                 map_nest(np.testing.assert_array_equal, got, rollouts[index])
                 replayed.append(index)
             actors.give_back(replay.add(new, sampled))
-            assert pool.buffers_accounted_for() + len(replay) == num_buffers
+            assert pool.buffers_accounted_for() == num_free  # As without a replay.
         assert len(replay) == 4 and len(replayed) == 39
-        assert len(set(actors._free) | set(actors._full)) == len(actors._free) + len(
-            actors._full
-        )
+        held = [index for slot in actors.slots for index in slot.held]
+        both = [*held, *actors._free, *actors._full, *replay._ring]
+        assert sorted(both) == list(range(num_free + 4))

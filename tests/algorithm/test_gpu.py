@@ -20,6 +20,7 @@ import polybeast
 from benchmarks import ceilings
 from core.algorithm import gpu
 from core.algorithm.dry_run import zero_rows
+from core.algorithm.replay import mark_replayed
 from core.errors import ConfigError
 from core.nests import leaves, map_nest
 from core.running.supervise import start_thread
@@ -174,6 +175,7 @@ def test_updates_by_graphs_are_the_same_updates(device):
     flags = monobeast.parse_flags(argv)
     flags.disable_cuda = device == "cpu"
     _, batch = ceilings.random_rows(flags, (6, 4))
+    batch["replayed"] = mark_replayed(6, 2, 4)
 
     gradients = []
 
@@ -220,6 +222,7 @@ def test_until_the_optimizer_an_update_looks_at_no_tensor(model):
     """Or it would wait for the GPU. Tensors without content cannot be looked at."""
     flags = monobeast.parse_flags(["--env", "PongNoFrameskip-v4", "--model", model])
     _, batch = ceilings.random_rows(flags, (6, 4))
+    batch["replayed"] = mark_replayed(6, 2, 4)
     learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
     with FakeTensorMode() as mode:
         for module in learner.net.modules():
@@ -264,7 +267,9 @@ def test_graphs_are_recorded_while_other_threads_use_the_gpu():
 
 
 @needs_gpu
-@pytest.mark.parametrize("flags", ["", "--use_lstm", "--precision bfloat16"])
+@pytest.mark.parametrize(
+    "flags", ["", "--use_lstm", "--precision bfloat16", "--replay_ratio=1"]
+)
 def test_polybeast_trains_by_graphs(start, flags):
     program = start(
         *("--env", "Catch", "--total_steps", 20000, "--cuda_graphs", *flags.split()),

@@ -34,6 +34,17 @@ def test_items_leave_in_the_order_in_which_they_came_and_once():
     assert left == list(range(300 - CAPACITY))
 
 
+def test_a_reserve_leaves_first_and_one_item_leaves_for_each_that_comes():
+    ring = Replay(4, 1, reserve=[10, 11, 12, 13])
+    assert ring.sample() == []
+    assert ring.add([0, 1, 2], []) == [10, 11, 12]
+    assert ring.sample()[0] in (0, 1, 2)
+    assert Replay(4, 1, reserve=[10, 11, 12, 13]).add(range(6), []) == [
+        *(10, 11, 12, 13),
+        *(0, 1),
+    ]
+
+
 def test_without_capacity_new_items_leave_at_once():
     ring = Replay(0, 0)
     for new in ([4, 1], [1, 4], [2]):
