@@ -10,6 +10,7 @@ import monobeast
 from core.actors import prepare
 from core.errors import ConfigError
 from core.remote import pool
+from core.remote.greet import complete_flags
 from tests.actors.pool import make_flags
 from tests.trainers.test_training import differences, log_rows
 
@@ -82,7 +83,16 @@ def test_a_serial_run_with_replay_is_exact_until_it_is_resumed(start, tmp_path):
     assert [bool(row["replay_mean_rho"]) for row in more] == [False] * 2 + [True] * 2
 
 
-# ---------------------------------------------------------------------------- memory
+# ------------------------------------------------------------- servers and memory
+
+
+def test_servers_with_streams_of_another_size_are_refused_with_the_remedy():
+    flags = SimpleNamespace(batch_size=12, replay_ratio=0.5)
+    with pytest.raises(ConfigError) as error:
+        complete_flags(flags, SimpleNamespace(num_envs=5))
+    assert "rollouts in a batch is 8 (--batch_size 12, --repl" in str(error.value)
+    assert "multiple of the servers' --envs_per_stream (5)" in str(error.value)
+    assert "Try --batch_size 15, or" in str(error.value)  # 10 new rollouts.
 
 
 def test_a_replay_that_does_not_fit_into_shared_memory_is_refused():
