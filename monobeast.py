@@ -44,7 +44,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -65,7 +65,7 @@ from core.actors.shared_memory import (
 )
 from core.algorithm import gpu
 from core.algorithm.dry_run import dry_run
-from core.algorithm.normalization import InputNorm, PopArt
+from core.algorithm.normalization import InputNorm, PopArt, normalized
 from core.algorithm.policy import sample_action
 from core.algorithm.recurrent import create_lstm, unroll_lstm
 from core.algorithm.replay import Replay, create_replay
@@ -159,6 +159,7 @@ class Net(nn.Module):
     As in the paper, the core sees the torso's features, the last action (one-hot) and
     the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
     With `bfloat16` the torso computes in that type; weights and the rest stay float32.
+    `normalize` names what has running statistics: "observations", "returns".
 
     Raises:
       ConfigError: the model does not fit the spaces.
@@ -173,8 +174,7 @@ class Net(nn.Module):
         use_lstm: bool = False,
         clip_rewards: bool = True,
         bfloat16: bool = False,
-        normalize_observations: bool = False,
-        normalize_returns: bool = False,
+        normalize: Collection[str] = (),
     ):
         super().__init__()
         if not isinstance(action_space, gym.spaces.Discrete):
@@ -192,7 +192,7 @@ class Net(nn.Module):
         self.bfloat16 = bfloat16
         self.normalize = (
             InputNorm(observation_space, clip_rewards=clip_rewards)
-            if normalize_observations
+            if "observations" in normalize
             else nn.Identity()
         )
         self.torso = TORSOS[model](observation_space)
@@ -201,7 +201,7 @@ class Net(nn.Module):
         head_size = LSTM_SIZE if use_lstm else core_size
         # All actions are about equally likely at first.
         self.policy = orthogonal(nn.Linear(head_size, self.num_actions), gain=0.01)
-        linear = PopArt if normalize_returns else nn.Linear
+        linear = PopArt if "returns" in normalize else nn.Linear
         self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
@@ -291,8 +291,7 @@ def create_net(flags: argparse.Namespace, spaces: Spaces) -> Net:
         use_lstm=flags.use_lstm,
         clip_rewards=flags.reward_clipping == "abs_one",
         bfloat16=flags.precision == "bfloat16",
-        normalize_observations=flags.normalize_observations,
-        normalize_returns=flags.normalize_returns,
+        normalize=normalized(flags),
     )
 
 

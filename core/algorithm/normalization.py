@@ -10,6 +10,7 @@ weights of its rollouts are 1. An update whose loss is not finite is skipped, an
 changes no statistics. Nothing changes them in the test modes.
 """
 
+import argparse
 import itertools
 
 import gymnasium as gym
@@ -28,6 +29,12 @@ NOT_NORMALIZED = "action_mask"  # A key of observations that are a Dict.
 # Those of one batch alone are noise, as its rollouts are few and their rows alike.
 RATE = 0.01
 MIN_STD, MAX_STD = 1e-4, 1e6  # Bounds of Hessel et al. 2018.
+
+
+def normalized(flags: argparse.Namespace) -> list[str]:
+    """Return what the flags ask to normalize: "observations", "returns", or both."""
+    names = ("observations", "returns")
+    return [name for name in names if getattr(flags, f"normalize_{name}")]
 
 
 class RunningNorm(nn.Module):

@@ -203,7 +203,7 @@ def test_the_network_sees_normalized_rows(module, use_lstm):
     """As one without statistics sees rows that somebody else has normalized."""
     options = {"clip_rewards": False, "use_lstm": use_lstm}
     torch.manual_seed(0)
-    net = module.Net(VECTOR, ACTIONS, normalize_observations=True, **options)
+    net = module.Net(VECTOR, ACTIONS, normalize=["observations"], **options)
     torch.manual_seed(0)
     plain = module.Net(VECTOR, ACTIONS, **options)
     rows = random_batch()
