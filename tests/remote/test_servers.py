@@ -935,11 +935,17 @@ def test_spaces_that_cannot_travel_are_named(folder):
 class Program:
     """A running `python -m polybeast_env`."""
 
-    def __init__(self, output: Path, argv, prefix=(), **options):
+    def __init__(self, output: Path, argv, *, ulimit=None, **options):
+        """Start it; the shell calls its `ulimit` with these words before.
+
+        No preexec_fn: in a process with gRPC's threads no Python code may run between
+        fork and exec.
+        """
+        limit = ["sh", "-c", f'ulimit {ulimit} && exec "$@"', "sh"] if ulimit else []
         self.output = output
         with open(output, "w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *prefix, "-m", "polybeast_env", *map(str, argv)],
+                [*limit, sys.executable, "-m", "polybeast_env", *map(str, argv)],
                 cwd=ROOT,
                 stdout=file,
                 stderr=file,
@@ -1362,10 +1368,7 @@ def test_servers_without_ale_py_say_what_atari_needs(folder):
 
 
 def test_servers_recover_from_running_out_of_files(start, folder):
-    def limit():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-    program = start(*COUNTING, num_servers=1, preexec_fn=limit)
+    program = start(*COUNTING, num_servers=1, ulimit="-n 64")
     program.wait_for_text("Serving")
     with contextlib.ExitStack() as stack:
         for _ in range(150):
@@ -1408,11 +1411,7 @@ def test_c_code_that_prints_does_not_wait_for_a_pipe_that_nobody_reads(folder):
 
 def test_the_limit_of_open_files_is_raised(start):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-
-    program = start(*COUNTING, num_servers=1, preexec_fn=limit)
+    program = start(*COUNTING, num_servers=1, ulimit="-S -n 200")
     program.wait_for_text("Serving")
     for process in (psutil.Process(program.pid), *program.children()):
         soft, _ = process.rlimit(psutil.RLIMIT_NOFILE)

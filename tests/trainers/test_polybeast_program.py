@@ -601,10 +601,10 @@ def test_an_environment_that_raises_does_not_end_the_run_nor_flood_its_log(
     assert int(last["reconnects"]) >= 32
     assert text.count("connected again") < 10
     assert text.count("out of fuel") < 40  # With what two tracebacks say.
-    assert (
-        f"Not normal since the start: {last['reconnects']} reconnects, "
-        f"{last['steps_discarded']} rows discarded\n"
-    ) in text
+    normal = r"Not normal since the start: (\d+) reconnects, (\d+) rows discarded\n"
+    reconnects, discarded = map(int, re.search(normal, text).groups())
+    assert reconnects >= int(last["reconnects"])  # More after the last update.
+    assert discarded >= int(last["steps_discarded"])
     assert re.search(r"most frequent warnings: \d+ x .*out of fuel", text)
 
 
