@@ -43,7 +43,7 @@ def test_rollouts_of_one_actor_continue_one_another(env):
             last_row = map_nest(lambda x: x[-1], rollout)
 
 
-def test_a_hundred_killed_actors_tear_no_rollout_and_block_nobody():
+def test_killed_actors_tear_no_rollout_and_block_nobody():
     rng = random.Random(3)
     learned = 0
     with Pool(make_flags()) as pool:
@@ -56,7 +56,7 @@ def test_a_hundred_killed_actors_tear_no_rollout_and_block_nobody():
                 check_rollout(pool.next_rollout())
                 learned += 1
 
-        for kill in range(1, 101):
+        for kill in range(1, 31):
             victim = rng.choice(actors.slots)
 
             def is_at_work(victim=victim) -> bool:
@@ -80,7 +80,7 @@ def test_a_hundred_killed_actors_tear_no_rollout_and_block_nobody():
             consume()
         assert pool.buffers_accounted_for() == pool.buffers.num_buffers
         assert actors.received == learned + actors.stats()["buffers_full"] // E
-        assert actors.discarded <= 100
+        assert actors.discarded <= 30
 
 
 def test_an_actor_ends_with_all_that_its_environments_started():

@@ -586,6 +586,19 @@ def test_the_net_carries_its_state_from_rollout_to_rollout():
     torch.testing.assert_close(state, whole_state, atol=1e-6, rtol=1e-5)
 
 
+def test_an_episode_begins_with_a_new_recurrent_state():
+    space = VECTORS["box"]
+    net = make_net(space, use_lstm=True)
+    rows = make_rows(space, spaces.Discrete(A))
+    rows["done"][:] = False
+    rows["done"][2] = True
+    with torch.no_grad():
+        whole, _ = net(rows, net.initial_state(B))
+        alone, _ = net(map_nest(lambda x: x[2:], rows), net.initial_state(B))
+    for key in whole:
+        torch.testing.assert_close(whole[key][2:], alone[key], atol=1e-6, rtol=1e-5)
+
+
 def test_the_initial_state_is_zero_and_empty_without_lstm():
     space = VECTORS["box"]
     assert make_net(space).initial_state(B) == ()

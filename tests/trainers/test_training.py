@@ -165,7 +165,7 @@ def test_two_serial_runs_with_one_seed_are_bitwise_equal(start, tmp_path, flags)
     assert "model/policy.weight" in differences(a, c)
 
 
-NUM_KILLS = 20
+NUM_KILLS = 8
 # What the clock and the machine say; everything else must be equal.
 MACHINE_COLUMNS = ["time_s", "sps", "rss_mb"]
 MACHINE_COLUMNS += ["learner_busy", "inference_busy", "env_busy"]
@@ -234,14 +234,14 @@ def interrupted(request, start_for_module):
     return whole, broken, updates, kills
 
 
-def test_a_run_killed_twenty_times_ends_bit_equal_to_the_unbroken_one(interrupted):
+def test_a_run_killed_again_and_again_ends_bit_equal_to_the_unbroken_one(interrupted):
     whole, broken, updates, kills = interrupted
-    assert kills >= 15
+    assert kills >= 6
     assert load(broken).state["learner"]["updates"] == updates
     assert differences(whole, broken) == []
 
 
-def test_a_run_killed_twenty_times_has_every_log_row_once(interrupted):
+def test_a_run_killed_again_and_again_has_every_log_row_once(interrupted):
     whole, broken, updates, _ = interrupted
     assert (broken / "logs.csv").read_text().count("step,frames,") == 1
     rows = log_rows(broken)
