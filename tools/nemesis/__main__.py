@@ -98,12 +98,15 @@ def measure(flags: argparse.Namespace, words: Sequence[str]) -> bool:
     module = importlib.import_module(f"tools.nemesis.{flags.figure}")
     command = shlex.join(["python", "-m", "tools.nemesis", *words])
     print(f"{time.strftime('%H:%M:%S')} {command}", file=sys.stderr, flush=True)
+    began = time.monotonic()
     try:
         found = module.measure(flags)
     except Exception as error:  # What never came back, for instance.
         traceback.print_exc()
         found = result.Result({}, {}, {}, [f"{type(error).__name__}: {error}"])
-    line = result.to_json(flags.figure, command, found)
+    line = result.to_json(
+        flags.figure, command, found, seconds=time.monotonic() - began
+    )
     print(line, flush=True)
     if flags.out is not None:
         flags.out.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def to_json(figure: str, command: str, result: Result) -> str:
+def to_json(figure: str, command: str, result: Result, *, seconds: float) -> str:
     def git(*args: str) -> str:
         return subprocess.run(
             ["git", *args], cwd=REPOSITORY, capture_output=True, text=True
@@ -77,6 +77,7 @@ def to_json(figure: str, command: str, result: Result) -> str:
             "injected": result.injected,
             "asked": result.asked,
             **result.figures,
+            "seconds": round(seconds),  # How long the command took.
             "command": command,
             "commit": git("rev-parse", "--short=12", "HEAD"),
             "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
