@@ -206,7 +206,7 @@ def test_bfloat16_is_near_float32_and_stays_in_the_torso(model, use_lstm):
         for key, x in outputs.items():
             assert x.dtype == torch.float32
             scale = expected[key].abs().max().item()
-            torch.testing.assert_close(x, expected[key], atol=0.02 * scale, rtol=0)
+            torch.testing.assert_close(x, expected[key], atol=0.05 * scale, rtol=0)
     assert set(seen) == {torch.bfloat16}
     sum(x.sum() for x in fast(rows, state)[0].values()).backward()
     assert {p.grad.dtype for p in fast.parameters()} == {torch.float32}

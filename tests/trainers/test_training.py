@@ -162,7 +162,7 @@ def test_two_serial_runs_with_one_seed_are_bitwise_equal(start, tmp_path, flags)
     a, b, c = (tmp_path / "runs" / xpid for xpid in seeds)
     assert load(a).state["learner"]["updates"] >= 400 // BATCH  # Resets are no steps.
     assert differences(a, b) == []
-    assert "model/policy.weight" in differences(a, c)
+    assert any(name.startswith("model/") for name in differences(a, c))
 
 
 NUM_KILLS = 8
