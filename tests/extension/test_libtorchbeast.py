@@ -5,7 +5,6 @@ import ast
 import collections
 import functools
 import gc
-import itertools
 import math
 import os
 import shutil
@@ -411,7 +410,12 @@ except libtorchbeast.ServerUnavailable as error:
 
 @pytest.mark.parametrize(
     "order",
-    list(itertools.permutations(["torch", "grpc", "libtorchbeast"])),
+    # Of each two, each one comes first.
+    [
+        ("torch", "grpc", "libtorchbeast"),
+        ("grpc", "libtorchbeast", "torch"),
+        ("libtorchbeast", "torch", "grpc"),
+    ],
     ids="-".join,
 )
 def test_torch_grpcio_and_libtorchbeast_live_together_in_every_order(order):

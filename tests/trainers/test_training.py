@@ -778,10 +778,12 @@ def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path, env):
     )
     last = log_rows(tmp_path / "runs" / "x")[-1]
     assert int(last["actor_restarts"]) >= 1
-    assert (
-        f"Not normal since the start: {last['actor_restarts']} actor restarts, "
-        f"{last['rollouts_discarded']} rollouts discarded\n"
-    ) in text
+    sums = (
+        r"Not normal since the start: (\d+) actor restarts, (\d+) rollouts discarded\n"
+    )
+    restarts, discarded = map(int, re.search(sums, text).groups())
+    assert restarts >= int(last["actor_restarts"])  # More after the last update.
+    assert discarded >= int(last["rollouts_discarded"])
     assert re.search(r"most frequent warnings: .*Actor \d hangs: ", text)
 
 
