@@ -205,22 +205,14 @@ def kill_somewhere(
     return program.process.exitcode != 0
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("Catch", 400),
-        ("Memory --use_lstm --normalize_observations --normalize_returns", 160),
-    ],
-    ids=["Catch", "Memory"],
-)
-def interrupted(request, start_for_module):
+@pytest.fixture(scope="module")
+def interrupted(start_for_module):
     """Return two runs with equal flags: one unbroken, one killed at random moments."""
     start, runs = start_for_module
-    env, updates = request.param
-    flags = ["--env", *env.split(), *SERIAL, "--seed", 5]
-    flags += ["--total_steps", updates * BATCH]
-    name = env.split()[0]
-    whole, broken = runs / f"{name}-whole", runs / f"{name}-broken"
+    updates = 160
+    flags = ["--env", "Memory", *SERIAL, "--seed", 5, "--total_steps", updates * BATCH]
+    flags += ["--use_lstm", "--normalize_observations", "--normalize_returns"]
+    whole, broken = runs / "whole", runs / "broken"
     unbroken = start(*flags, "--xpid", whole.name)
     again = [*flags, "--xpid", broken.name, "--checkpoint_interval_s", 0.1]
     rng = random.Random(11)
