@@ -48,8 +48,8 @@ fuzz: setup
 	  $(PY) -m tools.fuzz $$target --seconds $(FUZZ_S) || exit 1; \
 	done
 
-# Breaks runs on purpose and measures the damage, for two and a half hours; CI's short
-# form: make nemesis-short.
+# Breaks runs on purpose and measures the damage, for three to four hours, of which the
+# soak takes one; CI's short form: make nemesis-short.
 nemesis: setup
 	$(PY) -m tools.nemesis --all --out results/reliability $(ARGS)
 
