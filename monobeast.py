@@ -50,7 +50,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import atari_wrappers
@@ -64,16 +63,18 @@ from core.actors.shared_memory import (
     share_weights,
 )
 from core.algorithm import gpu
+from core.algorithm.action_layers import ActionFeatures, PolicyHead
+from core.algorithm.action_masks import check_mask, mask_logits, split_mask
+from core.algorithm.distributions import ActionDistribution
 from core.algorithm.dry_run import dry_run
 from core.algorithm.normalization import InputNorm, PopArt, normalized
-from core.algorithm.policy import sample_action
 from core.algorithm.recurrent import create_lstm, unroll_lstm
 from core.algorithm.replay import Replay, create_replay
 from core.algorithm.torsos import TORSOS, model_for, orthogonal
 from core.algorithm.update import Learner
 from core.environments import stepping
 from core.environments.make import make
-from core.errors import ConfigError, Exit
+from core.errors import Exit
 from core.nests import ArraySpec, Nest, map_nest
 from core.rollout import Spaces, new_rollouts
 from core.running import common_flags, evaluation
@@ -158,6 +159,7 @@ class Net(nn.Module):
 
     As in the paper, the core sees the torso's features, the last action (one-hot) and
     the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
+    `distribution` turns the policy's outputs into actions, whatever the action space.
     With `bfloat16` the torso computes in that type; weights and the rest stay float32.
     `normalize` names what has running statistics: "observations", "returns".
 
@@ -175,32 +177,27 @@ class Net(nn.Module):
         clip_rewards: bool = True,
         bfloat16: bool = False,
         normalize: Collection[str] = (),
+        initial_std: float = 1.0,
     ):
         super().__init__()
-        if not isinstance(action_space, gym.spaces.Discrete):
-            raise ConfigError(
-                f"the action space is {action_space}; Net's policy is a categorical "
-                "distribution and needs Discrete. Wrap the environment, or give Net "
-                "the distribution you need, and core/algorithm/losses.py its "
-                "log-probability."
-            )
-        if model == "auto":
-            model = model_for(observation_space)
-        self.num_actions = int(action_space.n)
-        self.first_action = int(action_space.start)
-        self.clip_rewards = clip_rewards
-        self.bfloat16 = bfloat16
         self.normalize = (
             InputNorm(observation_space, clip_rewards=clip_rewards)
             if "observations" in normalize
             else nn.Identity()
         )
+        check_mask(observation_space, action_space)
+        observation_space, _ = split_mask(observation_space)
+        if model == "auto":
+            model = model_for(observation_space)
+        self.distribution = ActionDistribution(action_space)
+        self.clip_rewards = clip_rewards
+        self.bfloat16 = bfloat16
         self.torso = TORSOS[model](observation_space)
-        core_size = self.torso.num_features + self.num_actions + 1
+        self.action_features = ActionFeatures(action_space)
+        core_size = self.torso.num_features + self.action_features.num_features + 1
         self.core = create_lstm(core_size, LSTM_SIZE) if use_lstm else None
         head_size = LSTM_SIZE if use_lstm else core_size
-        # All actions are about equally likely at first.
-        self.policy = orthogonal(nn.Linear(head_size, self.num_actions), gain=0.01)
+        self.policy = PolicyHead(head_size, self.distribution, initial_std)
         linear = PopArt if "returns" in normalize else nn.Linear
         self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
 
@@ -220,29 +217,30 @@ class Net(nn.Module):
           core_state: the recurrent state before the first row.
 
         Returns:
-          policy_logits [T, B, A] and baseline [T, B], and the state after the last row.
+          policy_logits [T, B, P], the parameters of `distribution`, baseline [T, B],
+          and the state after the last row.
         """
         rows = self.normalize(rows)
         T, B = rows["done"].shape
         observation = map_nest(lambda x: x.flatten(0, 1), rows["observation"])
+        observation, mask = split_mask(observation)
         with torch.autocast(
             rows["done"].device.type, torch.bfloat16, enabled=self.bfloat16
         ):
             features = self.torso(observation).float()  # [T*B, features]
         reward = rows["reward"].clamp(-1, 1) if self.clip_rewards else rows["reward"]
-        last_action = F.one_hot(
-            rows["last_action"] - self.first_action, self.num_actions
-        )
-        x = torch.cat(
-            [features, reward.view(T * B, 1), last_action.view(T * B, -1)], dim=1
-        )
+        last_action = self.action_features(rows["last_action"])
+        x = torch.cat([features, reward.view(T * B, 1), last_action], dim=1)
         if self.core is not None:
             x, core_state = unroll_lstm(
                 self.core, x.view(T, B, -1), rows["done"], core_state
             )
             x = x.flatten(0, 1)
+        logits = self.policy(x)
+        if mask is not None:
+            logits = mask_logits(logits, mask)
         outputs = {
-            "policy_logits": self.policy(x).view(T, B, -1),
+            "policy_logits": logits.view(T, B, -1),
             "baseline": self.baseline(x).view(T, B),
         }
         return outputs, core_state
@@ -292,6 +290,7 @@ def create_net(flags: argparse.Namespace, spaces: Spaces) -> Net:
         clip_rewards=flags.reward_clipping == "abs_one",
         bfloat16=flags.precision == "bfloat16",
         normalize=normalized(flags),
+        initial_std=flags.initial_action_std,
     )
 
 
@@ -304,7 +303,9 @@ def net_outputs(spaces: Spaces) -> dict[str, ArraySpec]:
     """Return the specs of Net.forward's outputs, for one row of one environment."""
     f32 = np.dtype(np.float32)
     return {
-        "policy_logits": ArraySpec((int(spaces.action.n),), f32),
+        "policy_logits": ArraySpec(
+            (ActionDistribution(spaces.action).num_parameters,), f32
+        ),
         "baseline": ArraySpec((), f32),
     }
 
@@ -349,6 +350,7 @@ class Actor:
             clock=clock,
         )
         self.net = net
+        self.agent_keys = ("policy_logits", "baseline", *net.distribution.columns)
         self.state = net.initial_state(E)
         self.buffers = buffers
         # The last row of a rollout is row 0 of the next one (table in core.rollout).
@@ -377,10 +379,9 @@ class Actor:
             version = self._fetch()
             outputs, self.state = self.net(as_tensors(row), self.state)
             row = self.buffers.row(index, t + 1)
-            action = sample_action(outputs["policy_logits"]) + self.net.first_action
-            row["policy_logits"][...] = outputs["policy_logits"][0].numpy()
-            row["baseline"][...] = outputs["baseline"][0].numpy()
-            row["action"][...] = action[0].numpy()
+            outputs |= self.net.distribution.draw(outputs["policy_logits"])
+            for key in self.agent_keys:
+                map_nest(lambda to, x: np.copyto(to, x[0]), row[key], outputs[key])
             row["policy_version"][...] = version
             began = time.monotonic()
             self.envs.step(row["action"], row)
@@ -391,8 +392,9 @@ class Actor:
         self.env_s, self.agent_s = env_s, time.monotonic() - started - env_s
 
     def _first_row(self, row: Nest) -> None:
-        for key in ("action", "policy_logits", "baseline", "policy_version"):
-            row[key][...] = 0  # No action led to the first row; the loss ignores it.
+        for key in (*self.agent_keys, "policy_version"):
+            # No action led to the first row; the loss ignores it.
+            map_nest(lambda x: x.fill(0), row[key])
         self.envs.reset(row)
         self.started = True
 
@@ -597,10 +599,12 @@ def test(flags: argparse.Namespace) -> Exit:
 
     def policy(net: Net) -> evaluation.Policy:
         @torch.inference_mode()
-        def act(row: Nest, state: Any) -> tuple[np.ndarray, Any]:
+        def act(row: Nest, state: Any) -> tuple[Nest, Any]:
             outputs, state = net(as_tensors(row), state)
-            action = sample_action(outputs["policy_logits"], greedy=flags.greedy)
-            return action[0].numpy() + net.first_action, state
+            chosen = net.distribution.draw(
+                outputs["policy_logits"], greedy=flags.greedy
+            )
+            return map_nest(lambda x: x[0].numpy(), chosen["action"]), state
 
         return act
 

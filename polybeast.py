@@ -55,7 +55,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import atari_wrappers
@@ -64,6 +63,9 @@ import nest
 import polybeast_env
 from core import flag_types
 from core.algorithm import counters
+from core.algorithm.action_layers import ActionFeatures, PolicyHead
+from core.algorithm.action_masks import check_mask, mask_logits, split_mask
+from core.algorithm.distributions import ActionDistribution
 from core.algorithm.dry_run import dry_run
 from core.algorithm.gpu import (
     Graphs,
@@ -73,13 +75,12 @@ from core.algorithm.gpu import (
     wait_for,
 )
 from core.algorithm.normalization import InputNorm, PopArt, normalized
-from core.algorithm.policy import sample_action
 from core.algorithm.recurrent import create_lstm, unroll_lstm
 from core.algorithm.replay import Mixer, Replay, create_replay
 from core.algorithm.torsos import TORSOS, model_for, orthogonal
 from core.algorithm.update import Learner
 from core.environments import stepping
-from core.errors import ConfigError, Exit
+from core.errors import Exit
 from core.nests import ArraySpec, Nest, map_nest
 from core.remote import messages, pool, server_flags
 from core.remote.greet import complete_flags, greet, warn_if_insecure
@@ -229,6 +230,7 @@ class Net(nn.Module):
 
     As in the paper, the core sees the torso's features, the last action (one-hot) and
     the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
+    `distribution` turns the policy's outputs into actions, whatever the action space.
     With `bfloat16` the torso computes in that type; weights and the rest stay float32.
     `normalize` names what has running statistics: "observations", "returns".
 
@@ -246,32 +248,27 @@ class Net(nn.Module):
         clip_rewards: bool = True,
         bfloat16: bool = False,
         normalize: Collection[str] = (),
+        initial_std: float = 1.0,
     ):
         super().__init__()
-        if not isinstance(action_space, gym.spaces.Discrete):
-            raise ConfigError(
-                f"the action space is {action_space}; Net's policy is a categorical "
-                "distribution and needs Discrete. Wrap the environment, or give Net "
-                "the distribution you need, and core/algorithm/losses.py its "
-                "log-probability."
-            )
-        if model == "auto":
-            model = model_for(observation_space)
-        self.num_actions = int(action_space.n)
-        self.first_action = int(action_space.start)
-        self.clip_rewards = clip_rewards
-        self.bfloat16 = bfloat16
         self.normalize = (
             InputNorm(observation_space, clip_rewards=clip_rewards)
             if "observations" in normalize
             else nn.Identity()
         )
+        check_mask(observation_space, action_space)
+        observation_space, _ = split_mask(observation_space)
+        if model == "auto":
+            model = model_for(observation_space)
+        self.distribution = ActionDistribution(action_space)
+        self.clip_rewards = clip_rewards
+        self.bfloat16 = bfloat16
         self.torso = TORSOS[model](observation_space)
-        core_size = self.torso.num_features + self.num_actions + 1
+        self.action_features = ActionFeatures(action_space)
+        core_size = self.torso.num_features + self.action_features.num_features + 1
         self.core = create_lstm(core_size, LSTM_SIZE) if use_lstm else None
         head_size = LSTM_SIZE if use_lstm else core_size
-        # All actions are about equally likely at first.
-        self.policy = orthogonal(nn.Linear(head_size, self.num_actions), gain=0.01)
+        self.policy = PolicyHead(head_size, self.distribution, initial_std)
         linear = PopArt if "returns" in normalize else nn.Linear
         self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
 
@@ -291,29 +288,30 @@ class Net(nn.Module):
           core_state: the recurrent state before the first row.
 
         Returns:
-          policy_logits [T, B, A] and baseline [T, B], and the state after the last row.
+          policy_logits [T, B, P], the parameters of `distribution`, baseline [T, B],
+          and the state after the last row.
         """
         rows = self.normalize(rows)
         T, B = rows["done"].shape
         observation = map_nest(lambda x: x.flatten(0, 1), rows["observation"])
+        observation, mask = split_mask(observation)
         with torch.autocast(
             rows["done"].device.type, torch.bfloat16, enabled=self.bfloat16
         ):
             features = self.torso(observation).float()  # [T*B, features]
         reward = rows["reward"].clamp(-1, 1) if self.clip_rewards else rows["reward"]
-        last_action = F.one_hot(
-            rows["last_action"] - self.first_action, self.num_actions
-        )
-        x = torch.cat(
-            [features, reward.view(T * B, 1), last_action.view(T * B, -1)], dim=1
-        )
+        last_action = self.action_features(rows["last_action"])
+        x = torch.cat([features, reward.view(T * B, 1), last_action], dim=1)
         if self.core is not None:
             x, core_state = unroll_lstm(
                 self.core, x.view(T, B, -1), rows["done"], core_state
             )
             x = x.flatten(0, 1)
+        logits = self.policy(x)
+        if mask is not None:
+            logits = mask_logits(logits, mask)
         outputs = {
-            "policy_logits": self.policy(x).view(T, B, -1),
+            "policy_logits": logits.view(T, B, -1),
             "baseline": self.baseline(x).view(T, B),
         }
         return outputs, core_state
@@ -328,6 +326,7 @@ def create_net(flags: argparse.Namespace, spaces: Spaces) -> Net:
         clip_rewards=flags.reward_clipping == "abs_one",
         bfloat16=flags.precision == "bfloat16",
         normalize=normalized(flags),
+        initial_std=flags.initial_action_std,
     )
 
 
@@ -335,7 +334,9 @@ def net_outputs(spaces: Spaces) -> dict[str, ArraySpec]:
     """Return the specs of Net.forward's outputs, for one row of one environment."""
     f32 = np.dtype(np.float32)
     return {
-        "policy_logits": ArraySpec((int(spaces.action.n),), f32),
+        "policy_logits": ArraySpec(
+            (ActionDistribution(spaces.action).num_parameters,), f32
+        ),
         "baseline": ArraySpec((), f32),
     }
 
@@ -433,12 +434,12 @@ def inference(
                     lambda t: t.to("cpu", non_blocking=True),
                     forward(rows, agent_state),
                 )
-            choose_actions(outputs, net.first_action, version)
+            choose_actions(outputs, net.distribution, version)
             batch.set_outputs((outputs, agent_state))
 
 
 def choose_actions(
-    outputs: dict[str, torch.Tensor], first_action: int, version: int
+    outputs: dict[str, Nest], distribution: ActionDistribution, version: int
 ) -> None:
     """Add the actions, and the version of the weights that chose them, to `outputs`.
 
@@ -449,8 +450,8 @@ def choose_actions(
       outputs: Net's outputs for N rows, [1, N, ...].
       version: the version of Net's weights.
     """
-    outputs["action"] = sample_action(outputs["policy_logits"]) + first_action
-    outputs["policy_version"] = torch.full(outputs["action"].shape, version)
+    outputs |= distribution.draw(outputs["policy_logits"])
+    outputs["policy_version"] = torch.full(outputs["baseline"].shape, version)
 
 
 # -------------------------------------------------------------------------- learning
@@ -528,7 +529,8 @@ def train_with(
         run.describe(welcome.env, spaces, devices=devices)
         addresses = pool.stream_addresses(flags, servers, welcome)
         num_envs = len(addresses) * welcome.num_envs
-        pool.check_memory(flags, spaces, net_outputs(spaces), num_envs)
+        outputs = {**net_outputs(spaces), **learner.net.distribution.columns}
+        pool.check_memory(flags, spaces, outputs, num_envs)
         if run.has_nothing_to_do():
             return Exit.DONE
         run_id = folder.run_id(run.recorded, run_dir)
@@ -659,14 +661,16 @@ def test(flags: argparse.Namespace) -> Exit:
 
     def policy(net: Net) -> evaluation.Policy:
         @torch.inference_mode()
-        def act(row: Nest, state: Any) -> tuple[np.ndarray, Any]:
+        def act(row: Nest, state: Any) -> tuple[Nest, Any]:
             rows = map_nest(
                 lambda x: torch.from_numpy(x).unsqueeze(0),
                 {key: row[key] for key in NET_INPUTS},
             )
             outputs, state = net(rows, state)
-            action = sample_action(outputs["policy_logits"], greedy=flags.greedy)
-            return action[0].numpy() + net.first_action, state
+            chosen = net.distribution.draw(
+                outputs["policy_logits"], greedy=flags.greedy
+            )
+            return map_nest(lambda x: x[0].numpy(), chosen["action"]), state
 
         return act
 

@@ -140,7 +140,10 @@ def random_rows(
         return (x * 255).astype(s.dtype) if s.dtype == np.uint8 else x.astype(s.dtype)
 
     rows = map_nest(noise, spec)
-    rows["last_action"][...] = rows["action"][...] = net.first_action
+    # Of a Discrete space the first action, else 0.
+    first = int(getattr(spaces.action, "start", 0))
+    for key in ("last_action", "action"):
+        map_nest(lambda x: x.fill(first), rows[key])
     rows["done"][...] = rng.random(lead) < 0.005  # bool(noise) would be True always.
     rows["truncated"][...] = False
     rows["policy_version"][...] = 0
@@ -155,7 +158,7 @@ def inference_work(flags: argparse.Namespace) -> tuple[Any, int]:
     @torch.inference_mode()
     def work() -> None:
         outputs, _ = net(monobeast.as_tensors(row), state)
-        monobeast.sample_action(outputs["policy_logits"]).numpy()
+        net.distribution.draw(outputs["policy_logits"])
 
     return work, E
 

@@ -16,9 +16,11 @@ when row t's observation arrived, and the action that led to it:
 | info            | float32    | dict of scalars, NaN where the environment gave none: |
 |                 |            |   game_return and game_step of the full game (all     |
 |                 |            |   lives) that ended on the way into row t, info_keys  |
-| action,         | int64,     | the agent's outputs for row t-1's observation, so     |
-|   policy_logits,|   float32, |   action[t] is the action that led to row t           |
-|   baseline      |   float32  |                                                       |
+| action,         | the space's| the agent's outputs for row t-1's observation, so     |
+|   policy_logits,|   float32, |   action[t] is the action that led to row t;          |
+|   baseline      |   float32  |   policy_logits are the parameters of the distribution|
+| sample          | float32    | what was drawn before it was scaled and clipped to be |
+|                 |            |   the action; not for Discrete, where it is the action|
 | policy_version  | int64      | optimizer steps behind the weights that chose it      |
 | replayed        | bool       | only in batches, with --replay_ratio: the learner has |
 |                 |            |   had this rollout before (core.algorithm.replay)     |
@@ -46,6 +48,10 @@ import numpy as np
 
 from core import nests
 from core.nests import ArraySpec, Nest, leaves, map_nest
+
+# Key of a Dict observation that says which actions are allowed: see
+# `core.algorithm.action_masks`.
+ACTION_MASK = "action_mask"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +116,21 @@ def value_range(space: gym.Space) -> tuple[Any, Any] | None:
         case gym.spaces.MultiDiscrete():
             return space.start, space.start + space.nvec - 1
     return None
+
+
+def category_sizes(action_space: gym.Space) -> list[int]:
+    """Return how many values each Discrete choice of an action has.
+
+    One number for a Discrete leaf, one for each element of a MultiDiscrete leaf.
+    """
+    sizes: list[int] = []
+    for _, leaf in leaves(leaf_spaces(action_space)):
+        match leaf:
+            case gym.spaces.Discrete():
+                sizes.append(int(leaf.n))
+            case gym.spaces.MultiDiscrete():
+                sizes += map(int, leaf.nvec.flat)
+    return sizes
 
 
 def _leaf_spec(space: gym.Space) -> ArraySpec:

@@ -48,13 +48,14 @@ def rollout_specs(
     """Return the specs of one row of one environment, and of the recurrent state.
 
     Args:
-      net: the trainer's Net; its `initial_state` is [layers, E, hidden] each.
+      net: the trainer's Net; its `initial_state` is [layers, E, hidden] each, and its
+        `distribution` says what the rows keep of the actions chosen.
       outputs: the specs of its outputs, for one row of one environment.
     """
     row = row_spec(spaces.observation, spaces.action, flags.info_keys)
     row |= {
-        "action": row["last_action"],
         **outputs,
+        **net.distribution.columns,
         "policy_version": ArraySpec((), np.dtype(np.int64)),
     }
     state = net.initial_state(flags.envs_per_actor)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from core.algorithm.distributions import ActionDistribution
 from core.errors import ConfigError
 from core.nests import ArraySpec, Nest, map_nest
 from core.rollout import leaf_spaces, row_spec
@@ -37,6 +38,9 @@ def dry_run(
       ConfigError: outputs or recurrent state have another structure, shape or dtype.
         The message names what was expected and what came.
     """
+    if not isinstance(getattr(net, "distribution", None), ActionDistribution):
+        needed = "self.distribution = ActionDistribution(action_space)"
+        raise _error("__init__", needed, getattr(net, "distribution", "none"))
     net = copy.deepcopy(net)  # Statistics that it gathers are no training.
     device = next(net.parameters()).device
     for T, B in SIZES:

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from core.algorithm import replay, vtrace
 from core.algorithm.counters import not_a_number
-from core.algorithm.vtrace import action_log_probs
+from core.algorithm.distributions import ActionDistribution
 from core.nests import Nest, leaves, map_nest
 
 # Largest chunk of a batch, in bytes of observations, that one CPU update processes.
@@ -43,16 +42,15 @@ class ImpalaLoss(NamedTuple):
 
 
 def compute_policy_gradient_loss(
-    logits: torch.Tensor, actions: torch.Tensor, advantages: torch.Tensor
+    log_probs: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
     """Return -sum over T and B of advantage * log pi(a | x).
 
     Args:
-      logits: [T, B, A] float32.
-      actions: [T, B] int64.
+      log_probs: [T, B] float32, log pi(a | x) of the actions taken.
       advantages: [T, B] float32, constants: they get no gradient.
     """
-    return -(advantages.detach() * action_log_probs(logits, actions)).sum()
+    return -(advantages.detach() * log_probs).sum()
 
 
 def compute_baseline_loss(advantages: torch.Tensor) -> torch.Tensor:
@@ -60,17 +58,14 @@ def compute_baseline_loss(advantages: torch.Tensor) -> torch.Tensor:
     return 0.5 * advantages.square().sum()
 
 
-def compute_entropy_loss(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def compute_entropy_loss(entropy: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the sum, over the steps where `mask` is True, of minus the entropy.
 
     Args:
-      logits: [T, B, A] float32. An action can be ruled out by a very low finite logit
-        (`torch.finfo(logits.dtype).min`); -inf would give NaN.
+      entropy: [T, B] float32, in nats.
       mask: [T, B] bool.
     """
-    log_policy = F.log_softmax(logits, dim=-1)
-    negentropy = (log_policy.exp() * log_policy).sum(-1)  # [T, B]
-    return negentropy.masked_fill(~mask, 0).sum()
+    return -entropy.masked_fill(~mask, 0).sum()
 
 
 def clip_rewards(rewards: torch.Tensor, reward_clipping: str) -> torch.Tensor:
@@ -84,10 +79,12 @@ def clip_rewards(rewards: torch.Tensor, reward_clipping: str) -> torch.Tensor:
 
 
 def check_rows(
-    learner_outputs: Mapping[str, torch.Tensor], batch: Mapping[str, Any]
+    learner_outputs: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Any],
+    distribution: ActionDistribution,
 ) -> None:
+    """Raise ValueError, naming the tensor, unless all have the right shapes."""
     baseline = learner_outputs["baseline"]
-    logits = learner_outputs["policy_logits"]
     if (
         baseline.ndim != 2
         or len(baseline) < 2
@@ -98,17 +95,14 @@ def check_rows(
             "[T + 1, B] with T >= 1"
         )
     rows, dtype = tuple(baseline.shape), baseline.dtype
-    if logits.ndim != 3:
-        raise ValueError(
-            f"the learner's policy_logits is {vtrace.describe(logits)}; expected "
-            "[T + 1, B, A]"
-        )
-    rows_of_logits = (*rows, logits.shape[2])
-    vtrace.check("the learner's policy_logits", logits, rows_of_logits, dtype)
-    vtrace.check(
-        "the batch's policy_logits", batch["policy_logits"], rows_of_logits, dtype
-    )
-    vtrace.check("action", batch["action"], rows, torch.int64)
+    parameters = (*rows, distribution.num_parameters)
+    for whose, tensors in ("learner", learner_outputs), ("batch", batch):
+        name = f"the {whose}'s policy_logits"
+        vtrace.check(name, tensors["policy_logits"], parameters, dtype)
+    if distribution.is_discrete:
+        vtrace.check("action", batch["action"], rows, torch.int64)
+    else:
+        vtrace.check("sample", batch["sample"], (*rows, distribution.size), dtype)
     vtrace.check("reward", batch["reward"], rows, dtype)
     # Not uint8: there ~ is bitwise and makes 255 of 0.
     vtrace.check("done", batch["done"], rows, torch.bool)

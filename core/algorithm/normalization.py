@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from core.nests import Nest, leaves, map_nest
-from core.rollout import leaf_spaces
+from core.rollout import ACTION_MASK, leaf_spaces
 
 CLIP = 10.0  # Normalized inputs are in [-CLIP, CLIP].
 EPSILON = 1e-8  # Added to the variance, which may be 0.
-NOT_NORMALIZED = "action_mask"  # A key of observations that are a Dict.
 # Weight of a batch in the statistics of targets: those of some 100 updates count.
 # Targets grow while a policy improves, so an average over all updates would be late.
 # Those of one batch alone are noise, as its rollouts are few and their rows alike.
@@ -94,10 +93,8 @@ class InputNorm(nn.Module):
         super().__init__()
         self.clip_rewards = clip_rewards
         norms = map_nest(_norm_for, leaf_spaces(observation_space))
-        if isinstance(norms, dict) and NOT_NORMALIZED in norms:
-            norms[NOT_NORMALIZED] = map_nest(
-                lambda _: nn.Identity(), norms[NOT_NORMALIZED]
-            )
+        if isinstance(norms, dict) and ACTION_MASK in norms:
+            norms[ACTION_MASK] = map_nest(lambda _: nn.Identity(), norms[ACTION_MASK])
         self.observation = nn.ModuleList(norm for _, norm in leaves(norms))
         numbers = itertools.count()
         self._number = map_nest(lambda _: next(numbers), norms)  # Of each leaf's norm.

@@ -26,6 +26,7 @@ from torch import nn
 
 from core.algorithm import losses, replay, vtrace
 from core.algorithm.counters import Averages, BusyTime, EpisodeStats
+from core.algorithm.distributions import ActionDistribution
 from core.algorithm.gpu import Graphs, in_stream
 from core.algorithm.losses import ImpalaLoss
 from core.errors import StallError
@@ -306,19 +307,19 @@ def compute_loss(
     """Return the loss of some columns of a batch under the network being trained.
 
     Args:
-      net: has `first_action`, the number of its action 0.
+      net: has `distribution`, an `ActionDistribution`.
       rows: [T + 1, B, ...], contiguous, on net's device.
       state: the recurrent state before row 0.
     """
     outputs, _ = net(rows, state)
-    rows = {**rows, "action": rows["action"] - net.first_action}
-    return impala_loss(outputs, rows, **loss_options(flags, net))
+    return impala_loss(outputs, rows, net.distribution, **loss_options(flags, net))
 
 
 def loss_options(flags: argparse.Namespace, net: Any) -> dict[str, Any]:
     """Return the keyword arguments of `impala_loss` that flags are for."""
     names = ("discounting", "baseline_cost", "entropy_cost", "reward_clipping")
     options = {name: getattr(flags, name) for name in names}
+    options["lambda_"] = flags.vtrace_lambda
     if flags.normalize_returns:
         options["scale"] = net.baseline.scale
     return options
@@ -327,6 +328,7 @@ def loss_options(flags: argparse.Namespace, net: Any) -> dict[str, Any]:
 def impala_loss(
     learner_outputs: Mapping[str, torch.Tensor],
     batch: Mapping[str, Any],
+    distribution: ActionDistribution,
     *,
     discounting: float,
     baseline_cost: float,
@@ -348,9 +350,10 @@ def impala_loss(
     brackets is divided by `scale` first (Hessel et al. 2018, arXiv:1809.04474).
 
     Args:
-      learner_outputs: policy_logits [T + 1, B, A] and baseline [T + 1, B], float32, of
+      learner_outputs: policy_logits [T + 1, B, P] and baseline [T + 1, B], float32, of
         the network being trained, for the observation of each row.
-      batch: [T + 1, B, ...] as the table in `core.rollout` says; actions count from 0.
+      batch: [T + 1, B, ...] as the table in `core.rollout` says.
+      distribution: over the actions; the policy_logits are its parameters.
       discounting: gamma inside an episode.
       baseline_cost, entropy_cost: weights of the baseline loss and the entropy bonus.
       reward_clipping: "abs_one" clamps rewards to [-1, 1], "none" leaves them.
@@ -361,18 +364,17 @@ def impala_loss(
     Raises:
       ValueError: a shape, a dtype or reward_clipping; the message names it.
     """
-    losses.check_rows(learner_outputs, batch)
+    losses.check_rows(learner_outputs, batch, distribution)
 
     # Row t+1 of the batch holds the action chosen at row t's observation, with the
     # logits it was drawn from, the reward it brought, and whether it ended the episode
     # (the table in core.rollout). So the T transitions pair the learner's rows [:-1],
     # where they start, with the batch's rows [1:], where they arrive. The learner's
     # last row has no transition left; its value is what the rollout bootstraps from.
-    logits = learner_outputs["policy_logits"][:-1]
+    policy = learner_outputs["policy_logits"][:-1]
     values = learner_outputs["baseline"][:-1]
     bootstrap_value = learner_outputs["baseline"][-1]
-    actions = batch["action"][1:]
-    behavior_logits = batch["policy_logits"][1:]
+    chosen = distribution.sample_of(batch)[1:]
     rewards = losses.clip_rewards(batch["reward"][1:], reward_clipping)
     discounts = (~batch["done"][1:]).to(values.dtype) * discounting
 
@@ -383,18 +385,17 @@ def impala_loss(
     # no transition: weight zero, so its v is V, and all its losses are zero.
     transitions = ~batch["truncated"][:-1]
 
+    log_probs = distribution.log_prob(policy, chosen)
     with torch.no_grad():
-        log_rhos = vtrace.action_log_probs(logits, actions)
-        log_rhos -= vtrace.action_log_probs(behavior_logits, actions)
-        log_rhos.masked_fill_(~transitions, -torch.inf)
+        log_mus = distribution.log_prob(batch["policy_logits"][1:], chosen)
+        log_rhos = (log_probs - log_mus).masked_fill(~transitions, -torch.inf)
     vs, pg_advantages = vtrace.from_importance_weights(
         log_rhos, discounts, rewards, values, bootstrap_value, **clipping
     )
 
-    advantages = pg_advantages / scale
-    pg_loss = losses.compute_policy_gradient_loss(logits, actions, advantages)
+    pg_loss = losses.compute_policy_gradient_loss(log_probs, pg_advantages / scale)
     baseline_loss = baseline_cost * losses.compute_baseline_loss((vs - values) / scale)
-    negentropy = losses.compute_entropy_loss(logits, transitions)
+    negentropy = losses.compute_entropy_loss(distribution.entropy(policy), transitions)
     entropy_loss = entropy_cost * negentropy
     return ImpalaLoss(
         total_loss=pg_loss + baseline_loss + entropy_loss,

@@ -9,8 +9,8 @@ import numpy as np
 
 from core.environments.faults import describe
 from core.errors import EnvSpecError, EnvValueError
-from core.nests import ArraySpec, Nest, map_nest
-from core.rollout import leaf_spaces, spec_of, value_range
+from core.nests import ArraySpec, Nest, leaves, map_nest
+from core.rollout import ACTION_MASK, category_sizes, leaf_spaces, spec_of, value_range
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -23,17 +23,41 @@ class RowWriter:
 
     Args:
       space: the observation space.
+      action_space: an `action_mask` in an observation must allow one of its actions.
       where: returns the words for environment k in a message, with its step.
     """
 
-    def __init__(self, space: gym.Space, where: Callable[[int], str]) -> None:
+    def __init__(
+        self, space: gym.Space, action_space: gym.Space, where: Callable[[int], str]
+    ) -> None:
         self._spec = spec_of(space)
         self._ranges = map_nest(value_range, leaf_spaces(space))
         self._where = where
+        # Where the entries of each Discrete choice begin in a mask.
+        sizes = category_sizes(action_space)
+        self._choices = np.cumsum([0, *sizes])[:-1]
+        mask = None
+        if isinstance(space, gym.spaces.Dict):
+            mask = space.spaces.get(ACTION_MASK)
+        # The learner refuses a mask of another size.
+        size = 0 if mask is None else gym.spaces.flatdim(mask)
+        self._has_mask = size == sum(sizes) > 0
 
     def write_observation(self, rows: Nest, k: int, value: Any) -> None:
         """Write the observation `value` into entry k of `rows` (a nest)."""
         self._write(rows, k, value, self._spec, self._ranges, "observation")
+
+    def check_mask(self, k: int, observation: Any) -> None:
+        """Refuse an observation that allows no action at all."""
+        if not self._has_mask:
+            return
+        parts = [np.ravel(part) for _, part in leaves(observation[ACTION_MASK])]
+        allowed = np.concatenate(parts) != 0
+        if not np.logical_or.reduceat(allowed, self._choices).all():
+            raise EnvValueError(
+                f"{self._where(k)}: 'observation/{ACTION_MASK}' expected at least one "
+                f"allowed action per choice, got {allowed.astype(int).tolist()}"
+            )
 
     def transition(self, k: int, result: Any) -> tuple[Any, float, bool, bool, dict]:
         """Return what `step` returned, with the reward and the flags converted."""

@@ -141,7 +141,9 @@ class Environments:
             self.action_space = convert_space(self.envs[0].action_space)
             self._action_spaces = leaf_spaces(self.action_space)
             self._check_equal_spaces()
-            self._writer = RowWriter(self.observation_space, self._where_now)
+            self._writer = RowWriter(
+                self.observation_space, self.action_space, self._where_now
+            )
             self.row_spec = row_spec(
                 self.observation_space, self.action_space, self._info_keys
             )
@@ -394,6 +396,8 @@ class Environments:
         """Write row k, all but `last_action` and `reward`."""
         progress = self._progress[k]
         self._writer.write_observation(rows["observation"], k, observation)
+        if not truncated:  # The action chosen there is never executed.
+            self._writer.check_mask(k, observation)
         rows["done"][k] = done
         rows["truncated"][k] = truncated
         rows["episode_return"][k] = progress.episode_return

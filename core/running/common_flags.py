@@ -235,6 +235,11 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
     learner.add_argument(
         "--disable_cuda", action="store_true", help="learn on the CPU even with a GPU"
     )
+    _add_network_flags(learner)
+    _add_replay_flags(learner)
+
+
+def _add_network_flags(learner: Any) -> None:
     learner.add_argument(
         "--model",
         choices=["auto", "deep", "shallow", "small", "mlp"],
@@ -270,7 +275,14 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "the gradient unless --use_lstm. Not for networks whose Python code depends on "
         "the values of tensors",
     )
-    _add_replay_flags(learner)
+    learner.add_argument(
+        "--initial_action_std",
+        type=number(1e-4),
+        default=1.0,
+        metavar="STD",
+        help="standard deviation of continuous actions (a Box) at the start, in units "
+        "in which a bounded action space is [-1, 1]",
+    )
 
 
 def _add_replay_flags(learner: Any) -> None:
@@ -319,6 +331,13 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
     )
     loss.add_argument(
         "--discounting", type=number(0, 1), default=0.99, help="discount per step"
+    )
+    loss.add_argument(
+        "--vtrace_lambda",
+        type=number(0, 1),
+        default=1.0,
+        help="lambda of V-trace (Remark 2 of the paper): below 1, value targets rely "
+        "more on the baseline and less on later rewards of the rollout",
     )
     loss.add_argument(
         "--reward_clipping",

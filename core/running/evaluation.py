@@ -25,7 +25,7 @@ from core.running.randomness import seed_rng
 from core.running.unit import limit_calls
 
 # (row [1, ...], recurrent state) -> (actions [1, ...], recurrent state).
-Policy = Callable[[Nest, Any], tuple[np.ndarray, Any]]
+Policy = Callable[[Nest, Any], tuple[Nest, Any]]
 
 
 @dataclasses.dataclass

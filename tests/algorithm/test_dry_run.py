@@ -10,6 +10,7 @@ from torch import nn
 
 import monobeast
 import polybeast
+from core.algorithm.distributions import ActionDistribution
 from core.algorithm.dry_run import dry_run
 from core.algorithm.recurrent import unroll_lstm
 from core.environments.toys import Catch
@@ -30,6 +31,7 @@ class Tiny(nn.Module):
 
     def __init__(self, use_lstm=False) -> None:
         super().__init__()
+        self.distribution = ActionDistribution(ACTIONS)
         self.core = nn.LSTM(11, 13) if use_lstm else None
         self.heads = nn.Linear(13 if use_lstm else 11, A + 1)
 
@@ -233,3 +235,10 @@ def test_a_run_with_a_wrong_network_ends_before_it_begins(start, tmp_path):
         "expected float32[1,1], got float32[1]"
     )
     assert not list((tmp_path / "runs" / "x").glob("checkpoints/*"))
+
+
+def test_a_network_of_an_older_fork_is_told_what_is_missing():
+    net = Tiny()
+    del net.distribution
+    with pytest.raises(ConfigError, match=r"__init__ expected self\.distribution = "):
+        dry_run(net, BOX, ACTIONS, OUTPUTS)

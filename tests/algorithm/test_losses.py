@@ -3,6 +3,7 @@
 
 import math
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import monobeast
 import polybeast
 from core.algorithm import losses, update
+from core.algorithm.distributions import ActionDistribution
 from core.algorithm.dry_run import zero_rows
 from core.environments.toys import Catch
 from core.nests import leaves
@@ -17,7 +19,9 @@ from core.rollout import Spaces
 from tests.algorithm.test_vtrace import paper_sum
 
 T, B, A = 5, 3, 7
+CATEGORICAL = ActionDistribution(gym.spaces.Discrete(A))
 OPTIONS = {
+    "distribution": CATEGORICAL,
     "discounting": 0.9,
     "baseline_cost": 0.5,
     "entropy_cost": 0.01,
@@ -142,19 +146,18 @@ def test_policy_gradient_is_advantage_times_policy_minus_action():
     logits = torch.randn(T, B, A, dtype=torch.float64, requires_grad=True)
     actions = torch.randint(A, (T, B))
     advantages = torch.randn(T, B, dtype=torch.float64)
-    loss = losses.compute_policy_gradient_loss(logits, actions, advantages)
+    log_probs = CATEGORICAL.log_prob(logits, actions.unsqueeze(-1))
+    loss = losses.compute_policy_gradient_loss(log_probs, advantages)
     (gradient,) = torch.autograd.grad(loss, logits)
     onehot = torch.eye(A, dtype=torch.float64)[actions]
     assert_same(gradient, advantages.unsqueeze(-1) * (logits.softmax(-1) - onehot))
 
 
 def test_policy_gradient_does_not_flow_into_the_advantages():
-    logits = torch.randn(T, B, A, requires_grad=True)
+    log_probs = torch.randn(T, B, requires_grad=True)
     advantages = torch.randn(T, B, requires_grad=True)
-    losses.compute_policy_gradient_loss(
-        logits, torch.randint(A, (T, B)), advantages
-    ).backward()
-    assert logits.grad is not None
+    losses.compute_policy_gradient_loss(log_probs, advantages).backward()
+    assert log_probs.grad is not None
     assert advantages.grad is None
 
 
@@ -165,14 +168,15 @@ def test_baseline_loss_is_half_the_sum_of_squares():
 
 def test_entropy_loss_is_minus_the_entropy_summed_over_the_mask():
     mask = torch.arange(T * B).view(T, B) % 2 == 0
-    loss = losses.compute_entropy_loss(torch.zeros(T, B, A), mask)
+    loss = losses.compute_entropy_loss(torch.full((T, B), math.log(A)), mask)
     assert loss.item() == pytest.approx(-8 * math.log(A))
 
 
 def test_entropy_gradient_is_policy_times_log_policy_plus_entropy():
     logits = torch.randn(T, B, A, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(T, B) < 0.5
-    (gradient,) = torch.autograd.grad(losses.compute_entropy_loss(logits, mask), logits)
+    loss = losses.compute_entropy_loss(CATEGORICAL.entropy(logits), mask)
+    (gradient,) = torch.autograd.grad(loss, logits)
     pi, log_pi = logits.softmax(-1), logits.log_softmax(-1)
     H = -(pi * log_pi).sum(-1, keepdim=True)
     assert_same(gradient, pi * (log_pi + H) * mask.unsqueeze(-1))
@@ -182,7 +186,8 @@ def test_an_action_ruled_out_by_a_very_low_logit_gives_no_nan():
     logits = torch.randn(T, B, A)
     logits[..., 2] = torch.finfo(torch.float32).min
     logits.requires_grad_()
-    loss = losses.compute_entropy_loss(logits, torch.ones(T, B, dtype=torch.bool))
+    entropy = CATEGORICAL.entropy(logits)
+    loss = losses.compute_entropy_loss(entropy, torch.ones(T, B, dtype=torch.bool))
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(logits.grad).all()
@@ -192,14 +197,19 @@ def test_an_action_ruled_out_by_a_very_low_logit_gives_no_nan():
 def test_gradients_agree_with_finite_differences(part):
     advantages = torch.randn(T, B, dtype=torch.float64, requires_grad=True)
     logits = torch.randn(T, B, A, dtype=torch.float64, requires_grad=True)
-    actions, mask = torch.randint(A, (T, B)), torch.rand(T, B) < 0.5
+    actions, mask = torch.randint(A, (T, B, 1)), torch.rand(T, B) < 0.5
+
+    def pg_loss(x):
+        log_probs = CATEGORICAL.log_prob(x, actions)
+        return losses.compute_policy_gradient_loss(log_probs, advantages)
+
     loss, argument = {
-        "pg": (
-            lambda x: losses.compute_policy_gradient_loss(x, actions, advantages),
+        "pg": (pg_loss, logits),
+        "baseline": (losses.compute_baseline_loss, advantages),
+        "entropy": (
+            lambda x: losses.compute_entropy_loss(CATEGORICAL.entropy(x), mask),
             logits,
         ),
-        "baseline": (losses.compute_baseline_loss, advantages),
-        "entropy": (lambda x: losses.compute_entropy_loss(x, mask), logits),
     }[part]
     assert torch.autograd.gradcheck(loss, argument)
 
@@ -546,7 +556,6 @@ def test_entropy_and_rho_count_transitions_only():
 
 @pytest.mark.parametrize("threshold, total", [(1.0, 1.5), (0.0, 0.0), (None, 3.0)])
 def test_rho_is_the_sum_of_the_clipped_weights(threshold, total):
-
     outputs = {"policy_logits": torch.zeros(3, 1, 2), "baseline": torch.zeros(3, 1)}
     mu = torch.tensor([[[0.5, 0.5]], [[1 / 5, 4 / 5]], [[1.0, 1e-9]]])
     batch = {
@@ -556,7 +565,8 @@ def test_rho_is_the_sum_of_the_clipped_weights(threshold, total):
         "action": torch.zeros(3, 1, dtype=torch.int64),  # Weights 2.5 and 0.5.
         "policy_logits": mu.log(),
     }
-    loss = update.impala_loss(outputs, batch, **OPTIONS, clip_rho_threshold=threshold)
+    two = OPTIONS | {"distribution": ActionDistribution(gym.spaces.Discrete(2))}
+    loss = update.impala_loss(outputs, batch, **two, clip_rho_threshold=threshold)
     assert loss.rho.item() == pytest.approx(total)
 
 

@@ -10,6 +10,7 @@ import monobeast
 import polybeast
 from core.actors.shared_memory import share_weights
 from core.algorithm import losses, update, vtrace
+from core.algorithm.distributions import ActionDistribution
 from core.algorithm.dry_run import dry_run, zero_rows
 from core.algorithm.normalization import (
     MAX_STD,
@@ -366,7 +367,7 @@ def test_losses_are_in_units_of_the_deviation():
     x, layer = torch.randn(T + 1, B, 11), PopArt(11)
     layer.learn(500.0, 300.0**2)
     batch = random_batch()
-    batch["action"] = batch["action"] - 2
+    distribution = ActionDistribution(ACTIONS)
     outputs = {"policy_logits": batch["policy_logits"].clone()}
     outputs["policy_logits"][:-1] = batch["policy_logits"][1:]  # On-policy.
 
@@ -375,6 +376,7 @@ def test_losses_are_in_units_of_the_deviation():
         return update.impala_loss(
             outputs,
             batch,
+            distribution,
             discounting=0.99,
             baseline_cost=0.5,
             entropy_cost=0.0,

@@ -17,6 +17,7 @@ import libtorchbeast
 import monobeast
 import nest
 import polybeast
+from core.algorithm.distributions import ActionDistribution
 from core.errors import Exit
 from core.running.supervise import start_thread
 from tests import old_fork_learner
@@ -147,7 +148,7 @@ class MovedNet(nn.Module):
     def __init__(self, observation_space, action_space, **_):
         super().__init__()
         self.num_actions = int(action_space.n)
-        self.first_action = int(action_space.start)
+        self.distribution = ActionDistribution(action_space)
         self.bfloat16 = False
         self.fc = nn.Linear(np.prod(observation_space.shape), 16)
         self.core = nn.LSTM(16 + self.num_actions + 1, 16, 2)

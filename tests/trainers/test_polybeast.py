@@ -24,7 +24,6 @@ import polybeast
 from core.actors import prepare
 from core.actors.shared_memory import RolloutBuffers
 from core.algorithm.replay import Replay
-from core.environments import make as make_module
 from core.nests import leaves, map_nest
 from core.remote import env_server
 from core.remote.frames import Steps, value_ranges
@@ -32,6 +31,7 @@ from core.running.supervise import start_thread
 from core.running.trace import Trace
 from tests import counting_env
 from tests.conftest import DEADLINE_S, wait_until
+from tests.trainers import bodies
 
 T, K, S, B = 5, 3, 2, 6
 
@@ -314,9 +314,19 @@ def test_a_stream_with_a_value_out_of_range_is_lost_and_named(tmp_path):
     assert lost in events, events
 
 
-def test_both_trainers_make_the_same_rollouts(tmp_path):
+@pytest.mark.parametrize(
+    "kind", ["discrete", "choices", "bits", "box", "nested", "mask"]
+)
+def test_both_trainers_make_the_same_rollouts(tmp_path, kind):
     """One actor, one stream, the same weights and random numbers."""
-    argv = ["--env", "Catch", "--num_actors", "1", "--envs_per_actor", str(K)]
+    argv = [
+        "--env",
+        f"tests.trainers.bodies:{kind}",
+        "--num_actors",
+        "1",
+        "--envs_per_actor",
+        str(K),
+    ]
     argv += ["--batch_size", str(K), "--unroll_length", str(T), "--seed", "7"]
     flags = monobeast.parse_flags([*argv, "--use_lstm"])
     spaces = monobeast.read_spaces(flags)
@@ -347,12 +357,12 @@ def test_both_trainers_make_the_same_rollouts(tmp_path):
     @torch.inference_mode()
     def agent(rows, state):
         outputs, state = poly_net(rows, state)
-        polybeast.choose_actions(outputs, poly_net.first_action, version=4)
+        polybeast.choose_actions(outputs, poly_net.distribution, version=4)
         return outputs, state
 
     torch.manual_seed(5)
     with Play(
-        lambda: make_module.make("Catch"),
+        getattr(bodies, kind),
         tmp_path,
         agent=agent,
         state=poly_net.initial_state(1),

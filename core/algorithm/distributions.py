@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributions over actions: what the policy's numbers mean, for any action space.
+
+`Net`'s policy head gives P numbers for each observation, `policy_logits`, and
+`ActionDistribution` reads them by the kinds of choices that the action space has:
+
+| part of the space | distribution      | parameters           | sample                |
+| ----------------- | ----------------- | -------------------- | --------------------- |
+| Discrete(n)       | Categorical       | n logits             | an index from 0       |
+| MultiDiscrete     | Categorical, each | n logits, each       | an index from 0, each |
+| MultiBinary       | Bernoulli         | a logit, each        | 0 or 1, each          |
+| Box of floats     | DiagonalGaussian  | means, then log(std) | a number, each        |
+
+A Tuple or Dict space is the product of its parts. Given the observation they are
+independent, so log-probabilities, entropies and KL divergences are sums. In the
+parameters and in a sample all Categoricals come first, then all bits, then the elements
+of all Boxes.
+
+The policy acts in units in which a bounded Box is [-1, 1]. A Gaussian has no bounds, so
+its sample is scaled to the Box and then clipped: this `action` reaches the environment.
+Log-probabilities are those of the unclipped `sample`, which the rollout keeps beside
+the action, so that pi / mu in V-trace is the ratio of what both policies may draw. (PPO
+implementations do the same.)
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from core.errors import ConfigError
+from core.nests import ArraySpec, Nest, leaves, map_nest
+from core.rollout import category_sizes, leaf_spaces, spec_of
+
+# A Box with bounds beyond this counts as unbounded, like one with infinite bounds.
+LARGEST_BOUND = 1e6
+
+
+class Distribution(Protocol):
+    """A distribution over S numbers, given P parameters. All tensors are [..., P or S].
+
+    Attributes:
+      num_parameters: P.
+      size: S.
+    """
+
+    num_parameters: int
+    size: int
+
+    def sample(self, parameters: torch.Tensor) -> torch.Tensor:
+        """Draw one sample [..., S] for each entry of [..., P]."""
+
+    def mode(self, parameters: torch.Tensor) -> torch.Tensor:
+        """Return the most probable sample [..., S]."""
+
+    def log_prob(self, parameters: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        """Return the logarithm [...] of the probability (density) of `sample`."""
+
+    def entropy(self, parameters: torch.Tensor) -> torch.Tensor:
+        """Return the entropy [...] in nats."""
+
+    def kl(self, parameters: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """Return KL(p || q) [...] in nats, with q given by `others`."""
+
+
+class Categorical:
+    """One of n actions. Parameters: n logits. Sample: the index, int64 [..., 1].
+
+    An action that is ruled out has the lowest finite logit (`mask_logits`); -inf would
+    make the entropy NaN.
+    """
+
+    size = 1
+
+    def __init__(self, n: int):
+        self.num_parameters = n
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        probabilities = F.softmax(logits, dim=-1)
+        try:
+            flat = torch.multinomial(probabilities.flatten(0, -2), num_samples=1)
+        except RuntimeError as error:
+            if torch.isfinite(probabilities).all():
+                raise
+            raise _not_finite() from error
+        return flat.view(*logits.shape[:-1], 1)
+
+    def mode(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(-1, keepdim=True)
+
+    def log_prob(self, logits: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        return F.log_softmax(logits, dim=-1).gather(-1, sample.long()).squeeze(-1)
+
+    def entropy(self, logits: torch.Tensor) -> torch.Tensor:
+        log_policy = F.log_softmax(logits, dim=-1)
+        return -(log_policy.exp() * log_policy).sum(-1)
+
+    def kl(self, logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        p, q = F.log_softmax(logits, dim=-1), F.log_softmax(others, dim=-1)
+        return (p.exp() * (p - q)).sum(-1)
+
+
+class Bernoulli:
+    """n independent bits. Parameters: a logit per bit. Sample: 0 or 1, float32."""
+
+    def __init__(self, n: int):
+        self.num_parameters = self.size = n
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        _check_finite(logits)
+        return torch.bernoulli(torch.sigmoid(logits))
+
+    def mode(self, logits: torch.Tensor) -> torch.Tensor:
+        return (logits > 0).to(logits.dtype)
+
+    def log_prob(self, logits: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        # log sigmoid(l) for 1, log(1 - sigmoid(l)) = log sigmoid(-l) for 0.
+        return F.logsigmoid(torch.where(sample > 0.5, logits, -logits)).sum(-1)
+
+    def entropy(self, logits: torch.Tensor) -> torch.Tensor:
+        # -p log p - (1 - p) log(1 - p), where log p = l + log(1 - p).
+        return (F.softplus(logits) - torch.sigmoid(logits) * logits).sum(-1)
+
+    def kl(self, logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        p = torch.sigmoid(logits)
+        of_ones = p * (F.logsigmoid(logits) - F.logsigmoid(others))
+        of_zeros = (1 - p) * (F.logsigmoid(-logits) - F.logsigmoid(-others))
+        return (of_ones + of_zeros).sum(-1)
+
+
+class DiagonalGaussian:
+    """n independent normal variables. Parameters: n means, then n log(std)."""
+
+    def __init__(self, n: int):
+        self.size = n
+        self.num_parameters = 2 * n
+
+    def sample(self, parameters: torch.Tensor) -> torch.Tensor:
+        _check_finite(parameters)
+        mean, log_std = parameters.chunk(2, dim=-1)
+        return mean + log_std.exp() * torch.randn_like(mean)
+
+    def mode(self, parameters: torch.Tensor) -> torch.Tensor:
+        return parameters.chunk(2, dim=-1)[0]
+
+    def log_prob(self, parameters: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        mean, log_std = parameters.chunk(2, dim=-1)
+        deviation = (sample - mean) * (-log_std).exp()
+        constant = 0.5 * math.log(2 * math.pi)
+        return -(0.5 * deviation.square() + log_std + constant).sum(-1)
+
+    def entropy(self, parameters: torch.Tensor) -> torch.Tensor:
+        """Return the differential entropy, which is negative for a small std."""
+        log_std = parameters.chunk(2, dim=-1)[1]
+        return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+    def kl(self, parameters: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        (mean_p, log_p), (mean_q, log_q) = (
+            x.chunk(2, -1) for x in (parameters, others)
+        )
+        ratio = (2 * (log_p - log_q)).exp()  # Of the variances.
+        distance = ((mean_p - mean_q) * (-log_q).exp()).square()
+        return 0.5 * (ratio + distance - 1 - 2 * (log_p - log_q)).sum(-1)
+
+
+def _check_finite(parameters: torch.Tensor) -> None:
+    if not torch.isfinite(parameters).all():
+        raise _not_finite()
+
+
+def _not_finite() -> FloatingPointError:
+    return FloatingPointError(
+        "no action can be sampled: the policy's logits are not finite. The weights of "
+        "a run always are; check the environment's observations and rewards."
+    )
+
+
+class ActionDistribution:
+    """The policy's distribution over the actions of one space.
+
+    Attributes:
+      space: the action space.
+      is_discrete: whether the space is one Discrete choice.
+      num_parameters: P, the size of `policy_logits`.
+      size: S, the size of a sample.
+      num_categories: how many of these, the first ones, are logits of Categoricals.
+      num_log_stds: how many of these, the last ones, are logs of standard deviations.
+      columns: the specs of what `draw` returns, for one row of one environment.
+
+    Raises:
+      ConfigError: no distribution fits a part of the space.
+    """
+
+    def __init__(self, space: gym.Space):
+        self.space = space
+        self.is_discrete = isinstance(space, gym.spaces.Discrete)
+        self._first = int(getattr(space, "start", 0)) if self.is_discrete else 0
+        sizes = category_sizes(space)
+        bits = boxes = 0
+        for name, leaf in leaves(leaf_spaces(space), "action"):
+            match leaf:
+                case gym.spaces.MultiBinary():
+                    bits += math.prod(leaf.shape)
+                case gym.spaces.Box():
+                    _check_box(name, leaf)
+                    boxes += math.prod(leaf.shape)
+        self.parts: list[Distribution] = [Categorical(n) for n in sizes]
+        self.parts += [Bernoulli(bits)] if bits else []
+        self.parts += [DiagonalGaussian(boxes)] if boxes else []
+        if not self.parts:
+            raise ConfigError(
+                f"the action space is {space}, which has no parts: nothing is left to "
+                "choose. Wrap the environment so that it takes actions."
+            )
+        self.num_categories = sum(sizes)
+        self.num_log_stds = boxes
+        self.num_parameters = sum(part.num_parameters for part in self.parts)
+        self.size = sum(part.size for part in self.parts)
+        # Where the next leaf of each kind begins in a sample.
+        begins = [0, len(sizes), len(sizes) + bits]
+
+        def read(leaf: gym.Space) -> _ActionPart:
+            is_bits = isinstance(leaf, gym.spaces.MultiBinary)
+            kind = 1 if is_bits else 2 if isinstance(leaf, gym.spaces.Box) else 0
+            part = _ActionPart(leaf, begins[kind])
+            begins[kind] = part.elements.stop
+            return part
+
+        self._actions = map_nest(read, leaf_spaces(space))
+        self.columns: dict[str, Nest] = {"action": spec_of(space, "action")}
+        if not self.is_discrete:  # There the action is the sample.
+            self.columns["sample"] = ArraySpec((self.size,), np.dtype(np.float32))
+
+    def draw(
+        self, parameters: torch.Tensor, *, greedy: bool = False
+    ) -> dict[str, Nest]:
+        """Choose actions on the CPU, at random or (`greedy`) the most probable ones.
+
+        Args:
+          parameters: [T, B, P] float32.
+
+        Returns:
+          `action`, a nest of [T, B, ...] with the structure and dtypes of the space.
+          Unless the space is Discrete, `sample`, too: float32 [T, B, S], what was drawn
+          before it was scaled and clipped.
+
+        Raises:
+          FloatingPointError: the parameters are not finite.
+        """
+        drawn = [
+            part.mode(p) if greedy else part.sample(p)
+            for part, (p,) in self._split(parameters)
+        ]
+        if self.is_discrete:
+            return {"action": drawn[0].squeeze(-1) + self._first}
+        sample = torch.cat([x.float() for x in drawn], dim=-1)
+        return {"action": self._to_action(sample), "sample": sample}
+
+    def sample_of(self, rows: Mapping[str, Nest]) -> torch.Tensor:
+        """Return the samples [T, B, S] behind the actions of rollout rows."""
+        if self.is_discrete:
+            return (rows["action"] - self._first).unsqueeze(-1)
+        return rows["sample"]
+
+    def log_prob(self, parameters: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        """Return log pi(a | x) [T, B] of samples [T, B, S], given [T, B, P]."""
+        samples = sample.split([part.size for part in self.parts], dim=-1)
+        parts = zip(self._split(parameters), samples)
+        log_probs = (part.log_prob(p, x) for (part, (p,)), x in parts)
+        return functools.reduce(torch.add, log_probs)
+
+    def entropy(self, parameters: torch.Tensor) -> torch.Tensor:
+        """Return the entropy [T, B] in nats; that of a Box may be negative."""
+        parts = self._split(parameters)
+        return functools.reduce(torch.add, (part.entropy(p) for part, (p,) in parts))
+
+    def kl(self, parameters: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """Return KL(p || q) [T, B] in nats, with q given by `others`."""
+        parts = self._split(parameters, others)
+        return functools.reduce(torch.add, (part.kl(p, q) for part, (p, q) in parts))
+
+    def _split(self, *parameters: torch.Tensor) -> Iterator[tuple[Distribution, Any]]:
+        """Yield each part with its own slice of each tensor of parameters."""
+        sizes = [part.num_parameters for part in self.parts]
+        return zip(self.parts, zip(*(p.split(sizes, -1) for p in parameters)))
+
+    def _to_action(self, sample: torch.Tensor) -> Nest:
+        """Return the nest of actions that samples [T, B, S] stand for."""
+        return map_nest(lambda part: part.to_action(sample), self._actions)
+
+
+class _ActionPart:
+    """Turns some elements of a sample into one leaf of the action.
+
+    Args:
+      begin: of these elements in the sample.
+    """
+
+    def __init__(self, space: gym.Space, begin: int):
+        self.shape = spec_of(space).shape
+        self.elements = slice(begin, begin + math.prod(self.shape))
+        self.dtype = torch.from_numpy(np.empty(0, spec_of(space).dtype)).dtype
+        self.start = self.box = None
+        if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+            self.start = torch.as_tensor(space.start)
+        if isinstance(space, gym.spaces.Box):
+            offset, scale = box_units(space)
+            # float64, so that the ends of the Box are met exactly.
+            bounds = (offset, scale, space.low, space.high)
+            self.box = [torch.as_tensor(x, dtype=torch.float64) for x in bounds]
+
+    def to_action(self, sample: torch.Tensor) -> torch.Tensor:
+        x = sample[..., self.elements].reshape(*sample.shape[:-1], *self.shape)
+        if self.box is not None:
+            offset, scale, low, high = self.box
+            x = (x.double() * scale + offset).clamp(low, high)
+        x = x.to(self.dtype)
+        return x if self.start is None else x + self.start
+
+
+def _check_box(name: str, space: gym.spaces.Box) -> None:
+    if space.dtype.kind != "f":
+        raise ConfigError(
+            f"'{name}' is {space}: no distribution of the policy fits a Box of "
+            f"{space.dtype}. Wrap the environment so that it takes a Box of floats, or "
+            "MultiDiscrete for whole numbers, or MultiBinary for bits."
+        )
+    if not (space.low <= space.high).all():  # False for NaN, too.
+        raise ConfigError(
+            f"'{name}' is {space}: expected each lower bound to be a number no larger "
+            f"than the upper bound, got {space.low.tolist()} and {space.high.tolist()}"
+        )
+
+
+def box_units(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
+    """Return offset and scale, float64 [*shape]: action = offset + scale * sample.
+
+    An element that is unbounded on either side passes as it is: offset 0, scale 1.
+    """
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    is_bounded = (low >= -LARGEST_BOUND) & (high <= LARGEST_BOUND)
+    low, high = np.where(is_bounded, low, -1), np.where(is_bounded, high, 1)
+    return (low + high) / 2, (high - low) / 2
