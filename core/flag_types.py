@@ -6,8 +6,9 @@ import decimal
 import difflib
 import math
 import re
+import shlex
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MAX_INT = 10**18  # Fits into 64 bits; without a limit 1e999999 would fill the memory.
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -104,7 +105,17 @@ def to_argv(flags: argparse.Namespace, keys: Sequence[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line, which ends with where to find help."""
+    """Reports errors in one line, which ends with where to find help.
+
+    `@file` stands for the flags in a file, written as on a command line; # begins a
+    comment. Flags after it win.
+    """
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(fromfile_prefix_chars="@", **kwargs)
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
 
     def parse_args(self, args=None, namespace=None):
         flags, unknown = self.parse_known_args(args, namespace)

@@ -30,7 +30,15 @@ import torch
 from core.algorithm.update import Learner
 from core.errors import Exit, StallError
 from core.rollout import Spaces
-from core.running import checkpoint, compute, folder, log_setup, logs, status_line
+from core.running import (
+    checkpoint,
+    compute,
+    folder,
+    log_setup,
+    logs,
+    settings,
+    status_line,
+)
 from core.running.compute import gpu_utilization, on_one_core
 from core.running.randomness import seed_rng
 from core.running.resume import Snapshots, plain
@@ -149,6 +157,8 @@ class Run:
         torso = getattr(net, "torso", net)  # A fork's Net may have none.
         log.info("Run %s in %s, seed %d", flags.xpid, self.run_dir, flags.seed)
         log.info("Environment %s: %s, %s", env, spaces.observation, spaces.action)
+        if (suggestion := settings.suggestion(env, flags)) is not None:
+            log.info(suggestion)
         if flags.normalize_returns and flags.reward_clipping != "none":
             log.warning(
                 "--normalize_returns normalizes the returns of clipped rewards. Add "

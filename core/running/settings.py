@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings files: the flags that suit one family of environments.
+
+    python -m monobeast @settings/mujoco.txt --env HalfCheetah-v5
+
+The files are in settings/, which has a README with their scores. The defaults of the
+flags are those of the IMPALA paper for Atari, with which other families learn little.
+"""
+
+import argparse
+
+import gymnasium as gym
+
+from core.running import common_flags
+
+# Beginnings of a Gymnasium environment's entry point, and the file for this family.
+FAMILIES = {
+    "gymnasium.envs.classic_control": "classic_control",
+    "gymnasium.envs.box2d": "box2d",
+    "gymnasium.envs.mujoco": "mujoco",
+    "minatar": "minatar",
+}
+# A run is at the Atari defaults if all of these have their default values.
+TELLING = ("learning_rate", "epsilon", "batch_size", "entropy_cost")
+
+
+def family_of(env: str) -> str | None:
+    """Return the name of the settings file for an environment; None if unknown."""
+    spec = gym.registry.get(env)
+    entry_point = str(spec.entry_point) if spec is not None else ""
+    for beginning, family in FAMILIES.items():
+        if entry_point.startswith(beginning):
+            return family
+    return None
+
+
+def suggestion(env: str, flags: argparse.Namespace) -> str | None:
+    """Return a line that names the settings file for `env`, if it may be missing."""
+    family = family_of(env)
+    parser = argparse.ArgumentParser()
+    common_flags.add_learner_flags(parser)
+    common_flags.add_loss_flags(parser)
+    common_flags.add_optimizer_flags(parser)
+    defaults = parser.parse_args([])
+    if family is None or any(
+        getattr(flags, key) != getattr(defaults, key) for key in TELLING
+    ):
+        return None
+    return (
+        f"The flags are at their defaults, which are for Atari; {env} learns faster "
+        f"with @settings/{family}.txt"
+    )

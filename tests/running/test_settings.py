@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings files: read by both programs, and suggested where they are missing."""
+
+import shlex
+from pathlib import Path
+
+import ale_py
+import gymnasium as gym
+import minatar.gym
+import pytest
+
+import monobeast
+import polybeast
+from core.running.settings import family_of, suggestion
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "settings").glob("*.txt"))
+
+
+@pytest.mark.parametrize("trainer", [monobeast, polybeast])
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_both_programs_read_each_file(trainer, file):
+    env = ["--env", "CartPole-v1"]
+    argv = shlex.split(file.read_text(), comments=True)
+    assert argv or file.stem == "atari"  # The defaults.
+    read = vars(trainer.parse_flags([f"@{file}", *env]))
+    assert read == vars(trainer.parse_flags([*argv, *env]))
+
+
+def test_flags_after_a_file_win_and_comments_are_skipped(tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_text("# Mine.\n--batch_size 8  # Small.\n\n--learning_rate 0.5\n")
+    flags = monobeast.parse_flags([f"@{file}", "--learning_rate", "0.25"])
+    assert (flags.batch_size, flags.learning_rate) == (8, 0.25)
+
+
+def test_a_file_that_is_missing_is_one_line(capsys):
+    with pytest.raises(SystemExit) as caught:
+        monobeast.parse_flags(["@settings/none.txt"])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "settings/none.txt" in line
+
+
+@pytest.mark.parametrize(
+    "env, family",
+    [
+        ("CartPole-v1", "classic_control"),
+        ("LunarLander-v3", "box2d"),
+        ("HalfCheetah-v5", "mujoco"),
+        ("MinAtar/Breakout-v1", "minatar"),
+        ("ALE/Pong-v5", None),
+        ("nobody/Knows-v0", None),
+    ],
+)
+def test_a_family_is_known_by_its_package(env, family):
+    gym.register_envs(ale_py)
+    if "MinAtar/Breakout-v1" not in gym.registry:
+        minatar.gym.register_envs()
+    assert family_of(env) == family
+    if family is not None:
+        assert (ROOT / "settings" / f"{family}.txt").is_file()
+
+
+def test_a_file_is_suggested_to_a_run_at_the_defaults_only():
+    env = ["--env", "CartPole-v1"]
+    plain = monobeast.parse_flags(env)
+    assert "@settings/classic_control.txt" in suggestion("CartPole-v1", plain)
+    file = f"@{ROOT}/settings/classic_control.txt"
+    for argv in ([file, *env], [*env, "--learning_rate", "0.001"]):
+        assert suggestion("CartPole-v1", monobeast.parse_flags(argv)) is None
+    assert suggestion("nobody/Knows-v0", plain) is None
