@@ -374,7 +374,7 @@ def test_setup_py_installs_what_is_there():
     [
         ("monobeast", "gymnasium"),
         ("polybeast", "gymnasium"),
-        ("polybeast_env", "gymnasium"),
+        ("polybeast_env", "numpy"),
         ("core.environments.check", "gymnasium"),
         ("tools.sweep", "rich"),
         ("benchmarks.ceilings", "numpy"),
