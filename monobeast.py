@@ -502,8 +502,8 @@ def train(flags: argparse.Namespace) -> Exit:
         if run.has_nothing_to_do():
             return Exit.DONE
         buffers = prepare.create_buffers(flags, spaces, learner.net, outputs)
-        incarnation = 0 if flags.serial else run.first_incarnation
-        run.record(options, first_env_seeds=prepare.first_env_seeds(flags, incarnation))
+        first = serial.first_incarnation(run) if flags.serial else run.first_incarnation
+        run.record(options, first_env_seeds=prepare.first_env_seeds(flags, first))
         if flags.serial:
             train_serial(run, buffers)
         else:
@@ -539,7 +539,7 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
             actors.poll(TICK_S)
             raise_failures(threads)
             run.tick(actors.stats())
-            watchdog.progress(f"step {learner.step}", actors.describe_wait)
+            watchdog.progress(learner.progress(), actors.describe_wait)
     finally:
         watchdog.close()
         actors.stop_handing_out()
@@ -569,7 +569,7 @@ def train_serial(run: Run, buffers: RolloutBuffers) -> None:
             learner.net,
             buffers,
             actor_id=actor_id,
-            incarnation=0,
+            incarnation=serial.first_incarnation(run),
             fetch=lambda: learner.updates,
             clock=clock,
         )

@@ -19,6 +19,10 @@ class ConfigError(Exception):
     """The run cannot go on as configured; the message says what to change."""
 
 
+class UsageError(Exception):
+    """The flags are wrong in a way that only shows after they were parsed."""
+
+
 class StallError(Exception):
     """No progress for `--stall_timeout_s`."""
 

@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from core import ranks
+
 MAX_INT = 10**18  # Fits into 64 bits; without a limit 1e999999 would fill the memory.
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 # Flags of one program only: for the error message if the other program gets them.
@@ -125,6 +127,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else "."
+        end += ranks.explain_share()
         self.exit(2, f"{self.prog}: error: {message}{end} See {self.prog} --help\n")
 
     def _unknown(self, flag: str) -> str:

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
 
@@ -59,13 +59,24 @@ def fill(fd: int) -> None:
 
 
 class Program:
-    """A running `python -m <module>`, its output in a file."""
+    """A running `python -m <module>`, its output in a file.
 
-    def __init__(self, context, module: str, argv: list[str], output: Path):
+    Args:
+      env: environment variables, besides those of the fork server.
+    """
+
+    def __init__(
+        self,
+        context,
+        module: str,
+        argv: list[str],
+        output: Path,
+        env: Mapping[str, str],
+    ):
         self.output = output
         output.touch()
         self.process = context.Process(
-            target=_run_module, args=(module, argv, str(output))
+            target=_run_module, args=(module, argv, str(output), env)
         )
         self.process.start()
         self.pid = self.process.pid
@@ -111,7 +122,10 @@ class Program:
         self.process.join(DEADLINE_S)
 
 
-def _run_module(module: str, argv: list[str], output: str) -> None:
+def _run_module(
+    module: str, argv: list[str], output: str, env: Mapping[str, str]
+) -> None:
+    os.environ.update(env)
     fd = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -146,12 +160,15 @@ def starter(context, folder: Path) -> Iterator[Callable[..., Program]]:
     """
     programs: list[Program] = []
 
-    def start(*argv: object, module: str = "monobeast") -> Program:
+    def start(
+        *argv: object, module: str = "monobeast", env: Mapping[str, str] = {}
+    ) -> Program:
         program = Program(
             context,
             module,
             [str(a) for a in ("--savedir", folder / "runs", *argv)],
             folder / f"out-{len(programs)}.txt",
+            env,
         )
         programs.append(program)
         return program

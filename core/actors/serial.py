@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from core import ranks
 from core.environments.stepping import Environments
 from core.errors import ConfigError
 from core.nests import Nest, leaves
@@ -76,6 +77,7 @@ def open_run(
       ConfigError: the network is on a GPU, or the run cannot go on exactly.
     """
     flags = run.flags
+    is_alone = ranks.size() == 1
     if next(run.learner.net.parameters()).is_cuda:
         raise ConfigError("--serial runs on the CPU; add --disable_cuda.")
     limits = limit_calls(
@@ -87,8 +89,14 @@ def open_run(
         for i in range(flags.num_actors):
             actors.append(create_actor(i, clocks.environment))
             stack.enter_context(contextlib.closing(actors[-1].envs))
-        run.extra_state = lambda: actors_state(actors)
-        if run.found is not None:
+        if is_alone:
+            run.extra_state = lambda: actors_state(actors)
+        if run.found is not None and not (is_alone and "actors" in run.found.state):
+            log.warning(
+                "--serial with several learners: the environments start anew, so this "
+                "run does not go on exactly as it would have done."
+            )
+        elif run.found is not None:
             restore_actors(flags, actors, run.found)
             if flags.replay_ratio:
                 log.warning(
@@ -102,6 +110,15 @@ def open_run(
             finally:
                 clocks.stop()  # The last checkpoint may take any time.
             run.log({})
+
+
+def first_incarnation(run: Run) -> int:
+    """Return what seeds the actors' environments, together with their numbers.
+
+    Actors that go on exactly had this number before. Those of several learners start
+    anew, and play other games.
+    """
+    return 0 if ranks.size() == 1 else run.first_incarnation
 
 
 def actors_state(

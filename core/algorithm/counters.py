@@ -63,6 +63,25 @@ class Averages:
             self._maxima = dict.fromkeys(self._maxima)
         return row
 
+    def take(self) -> tuple[dict[Any, tuple[float, int]], dict[str, float | None]]:
+        """Return what another learner's `merge` takes, and start anew."""
+        with self._lock:
+            taken = self._sums, self._maxima
+            self._sums, self._maxima = {}, {}
+        return taken
+
+    def merge(
+        self,
+        sums: Mapping[Any, tuple[float, int]],
+        maxima: Mapping[str, float | None],
+    ) -> None:
+        """Add what another learner has counted."""
+        with self._lock:
+            for name, (total, count) in sums.items():
+                before = self._sums.get(name, (0.0, 0))
+                self._sums[name] = before[0] + total, before[1] + count
+        self.add_max(**maxima)
+
 
 def as_number(column: Any, value: Any) -> float | None:
     """Return a number, also of numpy or torch, as a float; None for None and NaN.
@@ -194,6 +213,27 @@ class EpisodeStats:
                 "steps": list(self._steps),
                 "life_returns": list(self._life_returns),
             }
+
+    def take(self) -> dict[str, Any]:
+        """Return what another learner's `merge` takes, and start anew."""
+        with self._lock:
+            taken = {
+                "games": self._games,
+                "returns": list(self._returns),
+                "steps": list(self._steps),
+                "life_returns": list(self._life_returns),
+            }
+            self._games = 0
+            for values in (self._returns, self._steps, self._life_returns):
+                values.clear()
+        return taken
+
+    def merge(self, taken: Mapping[str, Any]) -> None:
+        """Add the games and episodes of another learner."""
+        self.add_games(taken["returns"], taken["steps"])
+        self.add_episodes(taken["life_returns"])
+        with self._lock:  # Only the last returns are kept, but all games are counted.
+            self._games += taken["games"] - len(taken["returns"])
 
     def restore(self, state: Mapping[str, Any]) -> None:
         window = self._returns.maxlen

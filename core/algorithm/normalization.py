@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from core.algorithm.learners import Learners
 from core.nests import Nest, leaves, map_nest
 from core.rollout import ACTION_MASK, leaf_spaces
 
@@ -63,18 +64,29 @@ class RunningNorm(nn.Module):
         return y.clamp(-CLIP, CLIP).add(x, alpha=0).float()  # 0 * infinity is NaN.
 
     @torch.no_grad()
-    def learn(self, x: torch.Tensor) -> None:
+    def learn(self, x: torch.Tensor, learners: Learners | None = None) -> None:
         """Add the rows of x [N, *shape]: the exact statistics of all rows so far.
 
-        Combines two means and variances as Chan et al. 1979 do. Writes in place:
-        actors and CUDA graphs hold these tensors. Rows that are not finite change
-        nothing.
+        Writes in place: actors and CUDA graphs hold these tensors. Rows that are not
+        finite change nothing.
+
+        Args:
+          learners: each of which adds rows now; the result is the same in all.
         """
         var, mean = torch.var_mean(x.double(), dim=0, correction=0)
+        if learners is None:
+            self._add(len(x), mean, var)
+            return
+        moments = torch.stack([torch.full_like(mean, len(x)), mean, var])
+        for part in learners.gather(moments):
+            self._add(int(part[0].max()), part[1], part[2])
+
+    def _add(self, num: int, mean: torch.Tensor, var: torch.Tensor) -> None:
+        """Combine two means and variances as Chan et al. 1979 do."""
         if not var.isfinite().all():  # Syncs with the device.
             return
-        self.count += len(x)
-        weight, delta = len(x) / self.count, mean - self.mean
+        self.count += num
+        weight, delta = num / self.count, mean - self.mean
         self.var.mul_(1 - weight).add_(weight * (var + (1 - weight) * delta**2))
         self.mean += weight * delta
 
@@ -108,18 +120,19 @@ class InputNorm(nn.Module):
         reward = rows["reward"] if self.clip_rewards else self.reward(rows["reward"])
         return {**rows, "observation": observation, "reward": reward}
 
-    def learn(self, rows: dict[str, Nest]) -> None:
+    def learn(self, rows: dict[str, Nest], learners: Learners | None = None) -> None:
         """Add the rows [T + 1, B, ...] of a batch to the statistics.
 
-        Except row 0: it was the last row of the rollout before.
+        Except row 0: it was the last row of the rollout before. With `learners`, each
+        adds the rows of its own batch.
         """
 
         def learn(i: int, x: torch.Tensor) -> None:
             if isinstance(norm := self.observation[i], RunningNorm):
-                norm.learn(x[1:].flatten(0, 1))
+                norm.learn(x[1:].flatten(0, 1), learners)
 
         map_nest(learn, self._number, rows["observation"])
-        self.reward.learn(rows["reward"][1:].flatten())
+        self.reward.learn(rows["reward"][1:].flatten(), learners)
 
 
 def _norm_for(space: gym.Space) -> nn.Module:

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from core.algorithm import losses, replay, vtrace
 from core.algorithm.counters import Averages, BusyTime, EpisodeStats
 from core.algorithm.distributions import ActionDistribution
 from core.algorithm.gpu import Graphs, in_stream
+from core.algorithm.learners import CHECK_UPDATES, current
 from core.algorithm.losses import ImpalaLoss
 from core.errors import StallError
 from core.nests import Nest, map_nest
@@ -84,6 +86,10 @@ class Learner:
         # batch that came after the last update, or whose update was left out.
         self.rows = {"learned": 0, "stale": 0, "unused": 0}
         self.failed = False  # After MAX_BAD_UPDATES: the other learner threads stop.
+        # The other learners (torchrun), None without any. They do the same updates: all
+        # above but `stale` and `rows` is the same in all of them.
+        self.learners = current()
+        self.stopped = False  # The learners have agreed to stop.
         self.episodes = EpisodeStats()
         # Between two rows of the log; each has a lock of its own.
         self.averages = Averages()
@@ -115,7 +121,7 @@ class Learner:
             )
         batch = map_nest(lambda x: x.numpy(), batch)
         with self.lock, self.busy.measure("learner"):
-            if self.finished() or self.failed:
+            if self.finished() or self.failed or self.stopped:
                 new, _ = replay.split(batch)
                 self.rows["unused"] += new["done"][1:].size
                 return
@@ -134,16 +140,24 @@ class Learner:
                     remaining = 1 - self.step / flags.total_steps
                     group["lr"] = group["initial_lr"] * remaining
             parts = self.gradient(rows, state)  # Forward and backward pass.
+            if self.learners is not None:
+                self.learners.sum_gradients(net)
             grad_norm = nn.utils.clip_grad_norm_(
                 net.parameters(), flags.grad_norm_clipping or math.inf
             )
             sums = losses.sum_scalars(parts, grad_norm)  # Waits for the device.
+            sums |= count_all_steps(batch)
+            is_report_due = False
+            if self.learners is not None:
+                sums, is_report_due = self._sum_over_learners(sums)
             is_finite = math.isfinite(sums["total_loss"] + sums["grad_norm"])
             if is_finite:
                 for optimizer in self.optimizers:
                     optimizer.step()
                 self._learn_statistics(batch, rows, sums)
             self._count(batch, sums, is_finite)
+            if self.learners is not None:
+                self._meet_learners(is_report_due)
 
     def _fresh_columns(self, batch: Nest) -> np.ndarray:
         """Return which rollouts --max_policy_lag leaves; count the others.
@@ -169,8 +183,9 @@ class Learner:
     ) -> None:
         """Add a batch to the network's running statistics, if flags give it some."""
         if self.flags.normalize_observations:
-            self.net.normalize.learn(replay.split(rows)[0])  # Each row once.
-        if self.flags.normalize_returns and (num_steps := count_steps(batch)):
+            new_rows = replay.split(rows)[0]  # Each row once.
+            self.net.normalize.learn(new_rows, self.learners)
+        if self.flags.normalize_returns and (num_steps := int(sums["steps"])):
             self.net.baseline.learn(*losses.target_moments(sums, num_steps))
 
     def _count(self, batch: Nest, sums: dict[Any, float], is_finite: bool) -> None:
@@ -178,16 +193,17 @@ class Learner:
 
         Steps, episodes and rows are those of new rollouts.
         """
-        all_steps = count_steps(batch)
+        all_steps, num_steps, replayed_steps = (
+            int(sums.pop(key)) for key in ("steps", "new_steps", "replayed_steps")
+        )
         rho, entropy = sums.pop("rho"), sums.pop("entropy")
         new, replayed = replay.split(batch)
         replay_rho = sums.pop("replay_rho", math.nan)  # A fork's loss may have none.
         if replayed is not None:
             rho -= replay_rho
             lag = self.updates - replayed["policy_version"][1:]
-            mean_rho = replay_rho / max(count_steps(replayed), 1)
+            mean_rho = replay_rho / max(replayed_steps, 1)
             self.averages.add({replay.LAG: lag.mean(), replay.RHO: mean_rho})
-        num_steps = count_steps(new)
         rows = map_nest(lambda x: x[1:], new)  # Row 0 was another rollout's last.
         self.episodes.add_episodes(rows["episode_return"][rows["done"]])
         info = rows["info"]
@@ -229,9 +245,57 @@ class Learner:
                 "--learning_rate, or check the environment's observations."
             )
 
+    def _sum_over_learners(
+        self, sums: dict[Any, float]
+    ) -> tuple[dict[Any, float], bool]:
+        """Return the sums over all learners, and whether reports are due now."""
+        assert self.learners is not None
+        own = dict(sums)
+        grad_norm = own.pop("grad_norm")  # Of the summed gradient already.
+        own |= {
+            "stop": self.learners.wants_stop,
+            "report": self.learners.wants_report(),
+        }
+        total = self.learners.sum(own)
+        self.stopped = total.pop("stop") > 0
+        is_report_due = total.pop("report") > 0
+        return {**total, "grad_norm": grad_norm}, is_report_due
+
+    def _meet_learners(self, is_report_due: bool) -> None:
+        """After an update: give learner 0 what it logs; compare the weights."""
+        learners = self.learners
+        assert learners is not None
+        learners.is_over = self.finished() or self.stopped
+        if is_report_due or learners.is_over:
+            report = None
+            if learners.rank > 0:
+                report = {
+                    "episodes": self.episodes.take(),
+                    "averages": self.averages.take(),
+                    "stale": self.stale,
+                    "busy": self.busy.pop(),
+                    "columns": learners.columns,
+                }
+                self.stale = 0
+            for other in learners.report(report):
+                self.episodes.merge(other["episodes"])
+                self.averages.merge(*other["averages"])
+                self.stale += other["stale"]
+        if self.updates % CHECK_UPDATES == 0:
+            learners.check_weights(self.net)
+
     def finished(self) -> bool:
         """Say whether --total_steps are done."""
         return self.step >= self.flags.total_steps
+
+    def progress(self) -> str:
+        """Say how far the run is, for a `Watchdog`.
+
+        The text changes all the time while this learner waits for other learners: that
+        wait has a limit of its own, and another learner's watchdog knows the reason.
+        """
+        waits = self.learners is not None and self.learners.waits
+        return f"step {self.step}" + f", at {time.monotonic():.0f} s" * waits
 
     @contextlib.contextmanager
     def between_updates(self, limit_s: float) -> Iterator[None]:
@@ -260,6 +324,10 @@ class Learner:
             "episodes": self.episodes.state(),
         }
 
+    def begin_own_counts(self) -> None:
+        """Forget what learner 0 has counted: it adds what this learner reports."""
+        self.episodes, self.averages, self.stale = EpisodeStats(), Averages(), 0
+
     def restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.updates = state["updates"]
@@ -271,6 +339,14 @@ class Learner:
 def count_steps(batch: Mapping[str, np.ndarray]) -> int:
     """Return how many transitions a batch has; none starts at a truncated row."""
     return int(np.count_nonzero(~batch["truncated"][:-1]))
+
+
+def count_all_steps(batch: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the numbers of all, of new and of replayed transitions of a batch."""
+    new, replayed = (
+        0 if part is None else count_steps(part) for part in replay.split(batch)
+    )
+    return {"steps": new + replayed, "new_steps": new, "replayed_steps": replayed}
 
 
 def compute_gradient(

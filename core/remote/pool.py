@@ -151,7 +151,7 @@ class PoolWatch:
             self._watchdog.rest()  # Remote servers may be away for any time.
         else:
             self._watchdog.progress(
-                f"step {self._learner.step}",
+                self._learner.progress(),
                 lambda: describe_wait(stats, self._addresses, self._learner_queue),
             )
         return self.columns(stats)

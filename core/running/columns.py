@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The columns of logs.csv: name, unit and meaning of each."""
 
+from collections.abc import Mapping, Sequence
+
 from core.algorithm.counters import Field
 
 # The columns of logs.csv in their order. "Since the last row" means over all updates
@@ -160,6 +162,28 @@ FIELDS = (
     Field("env_step_p99_ms", "ms", "the 99th percentile; of the slowest server"),
     Field("rss_mb", "MB", "resident memory of the main process"),
 )
+
+
+# How several learners' columns about actors and servers become one.
+SUMS = {
+    *("buffers_full", "actor_restarts", "rollouts_discarded", "streams"),
+    *("server_restarts", "reconnects", "steps_discarded", "learner_queue"),
+}
+MAXIMA = {"env_step_p99_ms"}
+
+
+def combine(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sum, maximum or mean of each column over several learners."""
+    result = {}
+    for name in {name: None for row in rows for name in row}:
+        values = [row[name] for row in rows if name in row]
+        if name in SUMS:
+            result[name] = sum(values)
+        elif name in MAXIMA:
+            result[name] = max(values)
+        else:
+            result[name] = sum(values) / len(values)
+    return result
 
 
 def info_field(key: str) -> Field:

@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from core import ranks
 from core.flag_types import int_at_least, names, number, to_argv
 from core.rollout import new_rollouts
 from core.running.machine import num_cores
@@ -393,6 +394,7 @@ def parse(
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     flags = parser.parse_args(argv)
+    ranks.take_share(parser, flags)
     if flags.mode == "train":
         if getattr(flags, "server_addresses", None) is None:
             flags.env = flags.env or ENV

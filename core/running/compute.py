@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import nn
 
+from core import ranks
 from core.nests import Nest, leaves
 from core.running.machine import available_memory
 
@@ -94,6 +95,8 @@ def set_device(
     num_gpus = 0 if flags.disable_cuda else torch.cuda.device_count()
     if device is None:
         gpu = min(default_gpu, num_gpus - 1)
+        if ranks.size() > 1:  # Each learner has a GPU for all that it does.
+            gpu = ranks.local_rank() % max(1, num_gpus)
         setattr(flags, name, f"cuda:{gpu}" if num_gpus else "cpu")
         return
     try:

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 
+from core import ranks
 from core.running.log_file import LogFile, report_lost
 from core.running.supervise import Repeats
 
 log = logging.getLogger(__name__)
 
 
-_LINE_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
@@ -55,9 +55,11 @@ class Logging:
             handler.addFilter(repeats)
             handler.name = f"torchbeast {type(handler).__name__}"
             if not isinstance(handler, RichHandler):
-                handler.setFormatter(logging.Formatter(_LINE_FORMAT, _TIME_FORMAT))
+                handler.setFormatter(logging.Formatter(_line_format(), _TIME_FORMAT))
             self._root.addHandler(handler)
-        self._root.setLevel(logging.DEBUG if verbose else logging.INFO)
+        level = logging.DEBUG if verbose else logging.INFO
+        # Of several learners, all but one report only problems.
+        self._root.setLevel(logging.WARNING if ranks.rank() else level)
         logging.captureWarnings(True)
 
     def __enter__(self) -> "Logging":
@@ -112,9 +114,14 @@ def setup_logging(run_dir: Path | None, *, verbose: bool = False) -> Logging:
     return Logging(run_dir, verbose=verbose)
 
 
+def _line_format() -> str:
+    who = f"learner {ranks.rank()}: " if ranks.rank() else ""
+    return f"%(asctime)s %(levelname)-7s {who}%(message)s"
+
+
 def _console_handler() -> logging.Handler:
     console = Console(stderr=True)
-    if not is_terminal(console):
+    if not is_terminal(console) or ranks.rank():
         return logging.StreamHandler(sys.stderr)
     return RichHandler(
         console=console,

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from core import ranks
 from core.errors import ConfigError
 
 CGROUP = Path("/sys/fs/cgroup")  # In a container with cgroup v2: the container's own.
@@ -146,11 +147,14 @@ def lower_priority(niceness: int = 19) -> None:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process and its container may use."""
+    """Return the number of cores that this process and its container may use.
+
+    Several learners on one machine share its cores.
+    """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # No cgroup v2, or no limit.
         quota_us, period_us = map(int, (CGROUP / "cpu.max").read_text().split())
         cores = min(cores, math.ceil(quota_us / period_us))
-    return cores
+    return max(1, cores // ranks.local_size())

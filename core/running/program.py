@@ -12,7 +12,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from core.errors import ConfigError, Exit
+from core import ranks
+from core.algorithm.learners import LearnerLost, train_together
+from core.errors import ConfigError, Exit, UsageError
 from core.running import terminal
 from core.running.checkpoint import CheckpointError, CheckpointMismatch
 
@@ -36,22 +38,30 @@ def run_program(
             else:  # Ctrl-C closes environments and videos.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             faulthandler.enable(terminal.urgent_fd())
-            return int(train(flags) if flags.mode == "train" else test(flags))
-        except (
-            ConfigError,
-            CheckpointMismatch,
-        ) as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return int(Exit.CONFIG)
+            if flags.mode == "train":
+                return int(train_together(train, flags))
+            return int(test(flags))
+        except LearnerLost as error:
+            return say(error, error.status)
+        except UsageError as error:
+            return say(error, Exit.USAGE)
+        except (ConfigError, CheckpointMismatch) as error:
+            return say(error, Exit.CONFIG)
         except CheckpointError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return int(Exit.CHECKPOINT)
+            return say(error, Exit.CHECKPOINT)
         except Exception as error:
             if (line := describe_full_disk(error)) is not None:
                 print(line, file=sys.stderr)
                 return int(Exit.CHECKPOINT)
             traceback.print_exc()
             return int(Exit.INTERNAL)
+
+
+def say(error: Exception, status: Exit) -> int:
+    """Print an error as one line; return the exit status."""
+    who = f"learner {ranks.rank()}: " if ranks.size() > 1 else ""
+    print(f"{who}{type(error).__name__}: {error}", file=sys.stderr)
+    return int(status)
 
 
 def describe_full_disk(error: Exception) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from core import ranks
 from core.algorithm.update import Learner
 from core.errors import ConfigError
 from core.nests import Nest, map_nest
@@ -57,7 +58,7 @@ class Snapshots:
         )
         rng, rng_tensors = rng_state()
         state = {
-            "flags": {key: plain(value) for key, value in vars(self._flags).items()},
+            "flags": {k: plain(v) for k, v in ranks.whole(vars(self._flags)).items()},
             "learner": learner.state(),
             "rng": rng,
             **optimizers,
@@ -90,8 +91,9 @@ class Snapshots:
         log.info("Run %s goes on from step %d", flags.xpid, learner.step)
         if flags.init_from is not None:
             log.info("  --init_from %s was for its beginning", flags.init_from)
+        ours = ranks.whole(vars(flags))
         for key, old in state["flags"].items():
-            new = plain(getattr(flags, key, old))
+            new = plain(ours.get(key, old))
             if new != old:
                 log.info("  --%s was %s and is now %s", key, old, new)
         for line in changes:

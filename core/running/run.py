@@ -27,11 +27,15 @@ from typing import Any
 
 import torch
 
+from core import ranks
+from core.algorithm import learners
 from core.algorithm.update import Learner
+from core.environments.stepping import env_seed
 from core.errors import Exit, StallError
 from core.rollout import Spaces
 from core.running import (
     checkpoint,
+    columns,
     compute,
     folder,
     log_setup,
@@ -69,17 +73,24 @@ def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
     """Take the folder of a run, log there, and seed all random number generators.
 
     Without --seed a run that goes on keeps its seed; a new run draws one, which
-    `flags.seed` is from now on.
+    `flags.seed` is from now on. Of several learners, learner 0 has the folder and
+    decides on its name and the seed.
 
     Raises:
       RunDirBusy: another process is training in this folder.
     """
-    run_dir = folder.prepare_run_dir(Path(flags.savedir), flags.xpid)
+    others = learners.current()
+    run_dir = None
+    if ranks.rank() == 0:
+        run_dir = folder.prepare_run_dir(Path(flags.savedir), flags.xpid)
     with log_setup.setup_logging(run_dir):
-        if flags.seed is None:
+        if flags.seed is None and run_dir is not None:
             recorded = folder.recorded_meta(run_dir).get("flags", {})
             flags.seed = recorded.get("seed", secrets.randbelow(2**31))
+        if others is not None:
+            run_dir, flags.seed = others.share((run_dir, flags.seed))
         seed_rng(flags.seed)
+        assert run_dir is not None
         yield run_dir
 
 
@@ -113,7 +124,12 @@ class Run:
         self.learner = learner
         self.stop = stop
         self.run_dir = run_dir
-        self.recorded = folder.recorded_meta(run_dir)  # By the starts before this one.
+        self._others = learner.learners
+        self._has_folder = ranks.rank() == 0
+        # By the starts before this one.
+        self.recorded = folder.recorded_meta(run_dir) if self._has_folder else {}
+        if self._others is not None:
+            self.recorded = self._others.share(self.recorded)
         self.found: checkpoint.Checkpoint | None = None
         self.extra_state: ExtraState = lambda: ({}, {})
         self._snapshots = Snapshots(flags, learner)
@@ -134,11 +150,23 @@ class Run:
             program's.
           ConfigError: the checkpoint was made with another environment or network.
         """
-        self.found = found = checkpoint.load(self._checkpoints)
-        if found is None:
-            if self.flags.init_from is not None:
+        if self._has_folder:
+            self.found = checkpoint.load(self._checkpoints)
+            if self.found is None and self.flags.init_from is not None:
                 self._snapshots.take_weights(self.flags.init_from)
-            return None
+        if self._others is not None:
+            self.found = self._others.share(self.found)
+        if self.found is not None:
+            self._restore(self.found)
+        if self._others is not None:
+            self._others.share_weights(self.learner.net)
+        if ranks.rank() > 0:  # Or all learners would draw the same actions.
+            self.learner.begin_own_counts()
+            seed_rng(env_seed(self.flags.seed, ranks.rank(), self.learner.updates, 0))
+        return self.found
+
+    def _restore(self, found: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint."""
         for line in found.rejected:
             log.warning("Checkpoint not used: %s", line)
         try:
@@ -149,7 +177,6 @@ class Run:
                 f"{found.path} is whole, but not of this program: {error!r}. Choose "
                 "another --xpid; --init_from takes the weights alone."
             ) from error
-        return found
 
     def describe(self, env: str, spaces: Spaces, *, devices: str) -> None:
         """Say at the start what is about to run."""
@@ -173,9 +200,12 @@ class Run:
 
     def record(self, env_options: Mapping[str, Any], **extra: Any) -> None:
         """Say how the environment is made, and write meta.json for this start."""
+        if not self._has_folder:
+            return
         log_options(env_options, self.recorded)
         extra |= {"step": self.learner.step, "env_options": dict(env_options)}
-        folder.write_meta(self.run_dir, flags=vars(self.flags), extra=extra)
+        flags = ranks.whole(vars(self.flags))
+        folder.write_meta(self.run_dir, flags=flags, extra=extra)
 
     @property
     def first_incarnation(self) -> int:
@@ -183,7 +213,7 @@ class Run:
 
         With it environments do not play the games of an earlier start again.
         """
-        return len(self.recorded.get("starts", [])) << 16
+        return ranks.first_incarnation() + (len(self.recorded.get("starts", [])) << 16)
 
     def has_nothing_to_do(self) -> bool:
         """Say whether all steps were done before this start, and log it."""
@@ -198,14 +228,19 @@ class Run:
 
     def goes_on(self) -> bool:
         """Say whether to go on training: not finished, and no signal came."""
-        return self.stop.received is None and not self.learner.finished()
+        has_signal = self.stop.received is not None
+        if self._others is not None:
+            # The others need this learner until the next update has agreed to stop.
+            late = self._others.check_stop(has_signal)
+            has_signal = late or self.learner.stopped
+        return not has_signal and not self.learner.finished()
 
     def end(self) -> Exit:
         """Log how the run has ended; return the exit status."""
-        if self.stop.received is not None and not self.learner.finished():
+        if not self.learner.finished():
             log.info(
                 "Stopped by %s at step %d. The same command goes on from there.",
-                self.stop.received.name,
+                self.stop.received.name if self.stop.received else "another learner",
                 self.learner.step,
             )
             return Exit.STOPPED
@@ -219,6 +254,9 @@ class Run:
         self._started = self._last_log = self._last_save = time.monotonic()
         self._last_step = learner.step
         self._stats: dict[str, Any] = {}
+        if not self._has_folder:
+            yield
+            return
         skipped = learner.skipped
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: self._sum_up(learner.skipped - skipped))
@@ -228,7 +266,7 @@ class Run:
                     info_keys=flags.info_keys,
                     resume_step=None if self.found is None else learner.step,
                     wandb=flags.wandb,
-                    config={key: plain(value) for key, value in vars(flags).items()},
+                    config={k: plain(v) for k, v in ranks.whole(vars(flags)).items()},
                 )
             )
             self._status = stack.enter_context(
@@ -254,6 +292,9 @@ class Run:
         Raises:
           Exception: the error that ended the last attempt to log or to save.
         """
+        if self._others is not None and not self._has_folder:
+            self._others.columns = stats
+            return
         self._stats = stats
         for job in self._jobs.values():
             if job.done():
@@ -308,6 +349,8 @@ class Run:
           StallError: an update is at work for longer than LOCK_S.
           Exception: the error that ended the last attempt to log.
         """
+        if not self._has_folder:
+            return
         self._stats = stats
         if not self._wait_for("log", LOG_S):
             log.error("The last row is missing: the one before is still being written")
@@ -346,8 +389,12 @@ class Run:
             if step == 0:
                 self._show(row, None)
             return
-        row |= {**learner.averages.pop(), **stats}
         busy = learner.busy.pop()
+        if self._others is not None:
+            reports = self._others.reports
+            stats = columns.combine([stats, *(r["columns"] for r in reports)])
+            busy = columns.combine([busy, *(r["busy"] for r in reports)])
+        row |= {**learner.averages.pop(), **stats}
         row |= {f"{stage}_busy": share for stage, share in busy.items()}
         row["gpu_utilization"] = gpu_utilization(learner.net)
         self._log.log(row)
@@ -362,6 +409,8 @@ class Run:
             mean_return=row["mean_episode_return"],
             policy_lag=row.get("policy_lag_mean"),
             bottleneck=bottleneck,
+            # Shown as "2 learners".
+            **({} if self._others is None else {str(self._others.size): "learners"}),
         )
 
     def save(self) -> None:

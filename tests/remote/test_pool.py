@@ -94,7 +94,7 @@ def test_only_servers_elsewhere_may_be_away_for_longer_than_the_stall_timeout(
     flags = SimpleNamespace(
         stall_timeout_s=10.0, on_stall="stop", server_addresses=None
     )
-    learner = SimpleNamespace(step=7, busy=BusyTime())
+    learner = SimpleNamespace(progress=lambda: "step 7", busy=BusyTime())
     actors = SimpleNamespace(stats=lambda: stats(connected=connected), take_events=list)
     queue = libtorchbeast.BatchingQueue()
     watch = pool.PoolWatch(flags, learner, actors, queue, ["a", "b", "c"], servers)

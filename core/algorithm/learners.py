@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several learners that are one: synchronous data parallelism under torchrun.
+
+    torchrun --standalone --nproc_per_node 2 -m polybeast ...
+
+Each learner has its own environments and its share of each batch. The losses are sums
+over the batch, so the sum of the learners' gradients is the gradient of the whole
+batch, and no learning rate changes. An update does this (`Learner.update`):
+
+    gradient of the share  ->  sum over all learners  ->  clip  ->  optimizer step
+
+All learners have the same weights, counters and learning rate at each update, and so
+come to the same decisions: when a run is finished, and which updates are left out. Each
+learner's update waits for the others'. A learner that has nothing to learn from holds
+the others, for up to --stall_timeout_s; then the run stops and says which one it was.
+
+This is the only module that knows torch.distributed.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.rendezvous import rendezvous
+
+from core import ranks
+from core.errors import ConfigError, Exit, UsageError, one_line
+
+log = logging.getLogger(__name__)
+
+# The learners of a run may be started one after another, on several machines.
+START_S = 300.0
+# Time for the end of a learner to be known, once its connections have closed.
+END_S = 3.0
+# Learner 0 may need this long for its last checkpoint while the others wait.
+LAST_SAVE_S = 300.0
+STOP_S = 5.0  # For the learners to agree, in an update, on a stop that was asked for.
+ASK_S = 1.0  # Between two looks whether another learner has ended or asks to stop.
+REPORT_S = 1.0  # Learner 0 asks for the others' reports as often.
+CHECK_UPDATES = 1000  # Updates between two comparisons of the weights.
+# Flags in which learners may differ: machines differ, and learner 0 has the folder.
+MAY_DIFFER = {
+    *("xpid", "savedir", "disable_checkpoint", *ranks.OUTPUTS),
+    *("num_actors", "num_servers", "num_buffers", "max_learner_queue_size"),
+    *("server_addresses", "pipes_basename", "tls_dir"),
+    *("learner_device", "actor_device", "disable_cuda"),
+    *("learner_cores", "num_inference_threads", "num_learner_threads"),
+}
+
+
+class LearnerLost(Exception):
+    """Another learner has ended or does not answer, so this one ends too.
+
+    Attributes:
+      status: the exit status: STOPPED if the other was stopped by a signal.
+    """
+
+    def __init__(self, text: str, status: Exit = Exit.INTERNAL):
+        super().__init__(text)
+        self.status = status
+
+
+class Learners:
+    """This learner's connection to the others. Every learner must make the same calls.
+
+    Used by the main thread at the start of a run, and then by `Learner.update` with
+    `Learner.lock`. Only what is about stopping is for the main thread at any time.
+    """
+
+    def __init__(self, store: Any, *, limit_s: float | None):
+        """Connect to the others.
+
+        Args:
+          store: torch's key-value store of this start, which all learners see.
+          limit_s: how long an update waits for the others; None for no limit.
+        """
+        self.rank, self.size = ranks.rank(), ranks.size()
+        self.reports: list[Any] = []  # At learner 0: the newest ones of the others.
+        self.columns: dict[str, Any] = {}  # Of the log, for this learner's reports.
+        self.waits = False  # Whether this learner waits for another one now.
+        self.wants_stop = False  # For the next update to agree on.
+        self.is_over = False  # After the last update of all learners.
+        self._stop_by = math.inf  # When to stop without an agreement; monotonic.
+        self._asked_at = 0.0
+        self._store = store
+        self._limit_s = limit_s
+        self._last_report = 0.0
+        host = socket.gethostname()
+        gpu = 0
+        if num_gpus := torch.cuda.device_count():
+            gpu = ranks.local_rank() % num_gpus
+            torch.cuda.set_device(gpu)  # What "cuda" means from now on.
+        store.set(f"process/{self.rank}", f"{os.getpid()} {host}")
+        limit = datetime.timedelta(days=365)
+        if limit_s is not None:
+            limit = datetime.timedelta(seconds=limit_s)
+        has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
+            store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
+            rank=self.rank,
+            world_size=self.size,
+            timeout=limit,
+        )
+        # Learners that share a GPU add up on the CPU: NCCL refuses them.
+        gpus = {*self.collect((host, gpu))}
+        self._on_gpu = has_nccl and len(gpus) == self.size
+
+    # ------------------------------------------------------------ what an update does
+
+    def sum_gradients(self, net: nn.Module) -> None:
+        """Replace the gradients by their sums over all learners, in one operation."""
+        gradients = []
+        for p in net.parameters():
+            if p.requires_grad:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                gradients.append(p.grad)
+        flat = torch.cat([g.flatten() for g in gradients])
+        sums = flat if self._on_gpu else flat.cpu()
+        with self._waiting():
+            dist.all_reduce(sums)
+        parts = sums.to(flat.device).split([g.numel() for g in gradients])
+        for gradient, part in zip(gradients, parts):
+            gradient.copy_(part.view_as(gradient))
+
+    def sum(self, numbers: dict[Any, float]) -> dict[Any, float]:
+        """Return the sums over all learners of some numbers, in float64.
+
+        The names must be the same in all learners, and in the same order.
+        """
+        sums = torch.tensor(list(numbers.values()), dtype=torch.float64)
+        with self._waiting():
+            dist.all_reduce(sums)
+        return dict(zip(numbers, sums.tolist()))
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return every learner's tensor, in the order of their ranks."""
+        parts = [torch.empty_like(x, device="cpu") for _ in range(self.size)]
+        with self._waiting():
+            dist.all_gather(parts, x.cpu())
+        return [part.to(x.device) for part in parts]
+
+    def wants_report(self) -> bool:
+        """Say whether it is time for reports. All learners do what learner 0 says."""
+        now = time.monotonic()
+        is_time = self.rank == 0 and now - self._last_report >= REPORT_S
+        if is_time:
+            self._last_report = now
+        return is_time
+
+    def report(self, report: Any) -> list[Any]:
+        """Send learner 0 a report; return the reports of the others there, else []."""
+        parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self._waiting():
+            dist.gather_object(report, parts)
+        self.reports = [] if parts is None else parts[1:]
+        return self.reports
+
+    def check_weights(self, net: nn.Module) -> None:
+        """Compare the weights of all learners, bit by bit.
+
+        Raises:
+          RuntimeError: they differ.
+        """
+        checksum = 0
+        for i, x in enumerate(net.state_dict().values(), 1):
+            bits = x.cpu().contiguous().flatten().view(torch.uint8)
+            checksum += i * int(bits.sum())
+        found = [int(x) for x in self.gather(torch.tensor(checksum))]
+        if len({*found}) > 1:
+            raise RuntimeError(
+                f"the learners' weights differ: their checksums are {found}. Each "
+                "learner must do the same with the same gradient; does your code draw "
+                "random numbers, or change weights, in learner 0 only?"
+            )
+
+    # ------------------------------------------------------- at the start of a run
+
+    def share(self, value: Any) -> Any:
+        """Return learner 0's value. Learners trust each other: the value is pickled."""
+        values = [value]
+        with self._waiting():
+            dist.broadcast_object_list(values)
+        return values[0]
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return every learner's value, in the order of their ranks."""
+        values: list[Any] = [None] * self.size
+        with self._waiting():
+            dist.all_gather_object(values, value)
+        return values
+
+    def share_weights(self, net: nn.Module) -> None:
+        """Give all learners the weights of learner 0.
+
+        Raises:
+          ConfigError: the networks differ.
+        """
+        tensors = net.state_dict()
+        sizes = {name: tuple(x.shape) for name, x in tensors.items()}
+        for i, others in enumerate(self.collect(sizes)):
+            if others != sizes:
+                names = sizes.keys() | others.keys()
+                name = min(n for n in names if sizes.get(n) != others.get(n))
+                raise ConfigError(
+                    f"learner {self.rank}'s network has {name} {sizes.get(name)}, but "
+                    f"learner {i}'s has {others.get(name)}. Do all learners have the "
+                    "same environment?"
+                )
+        for x in tensors.values():
+            on_cpu = x.cpu()
+            with self._waiting():
+                dist.broadcast(on_cpu, 0)
+            x.copy_(on_cpu)
+
+    def check_flags(self, flags: argparse.Namespace) -> None:
+        """Refuse learners with other flags than learner 0.
+
+        Raises:
+          UsageError: in all learners; the message names the learner and the flag.
+        """
+        ours = {
+            key: json.dumps(value, default=str)
+            for key, value in sorted(vars(flags).items())
+            if key not in MAY_DIFFER
+        }
+        first, *others = self.collect(ours)
+        for i, theirs in enumerate(others, 1):
+            for key in first.keys() | theirs.keys():
+                if first.get(key) != theirs.get(key):
+                    raise UsageError(
+                        f"learner {i} was started with --{key} {theirs.get(key)}, but "
+                        f"learner 0 with --{key} {first.get(key)}. Give all learners "
+                        "the same flags."
+                    )
+
+    # ---------------------------------------------------------------------- stopping
+
+    def check_stop(self, has_signal: bool) -> bool:
+        """Tell the others of a signal to stop, and listen for theirs. Main thread.
+
+        The next update agrees to stop. Returns whether this has taken STOP_S: perhaps
+        no update comes, because there is nothing to learn from.
+
+        Raises:
+          LearnerLost: another learner has ended.
+        """
+        now = time.monotonic()
+        is_news = has_signal and not self.wants_stop
+        if is_news:
+            self._tell("stop", "")
+        if is_news or now - self._asked_at > ASK_S:
+            self._asked_at = now
+            if not self.wants_stop and (has_signal or self._read("stop") is not None):
+                self.wants_stop, self._stop_by = True, now + STOP_S
+            if (rank := self._read("ended")) is not None and not self.is_over:
+                end = self._end_of(int(rank))
+                assert end is not None, rank
+                raise end
+        return now > self._stop_by
+
+    # ---------------------------------------------------------------------- failures
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Wait for the others.
+
+        Raises:
+          LearnerLost: one of them has ended, or does not answer.
+        """
+        began = time.monotonic()
+        self.waits = True
+        try:
+            yield
+        except RuntimeError as error:  # gloo's and NCCL's; dist.DistError is one.
+            raise self._explain(error, time.monotonic() - began) from error
+        finally:
+            self.waits = False
+
+    def _explain(self, error: RuntimeError, waited_s: float) -> LearnerLost:
+        """Return what to raise: which learner is missing, and why."""
+        self._tell(f"here/{self.rank}", "")
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
+            for rank in range(self.size):
+                if rank != self.rank and (end := self._end_of(rank)) is not None:
+                    return end
+            time.sleep(0.05)
+        missing = [r for r in range(self.size) if self._read(f"here/{r}") is None]
+        names = " and ".join(f"learner {r}" for r in missing) or "another learner"
+        if self._limit_s is not None and waited_s > 0.9 * self._limit_s:
+            return LearnerLost(
+                f"{names} of {self.size} did not answer within {self._limit_s:g} s "
+                "(--stall_timeout_s): its environments or servers are away, or its "
+                "process is stopped"
+            )
+        return LearnerLost(f"lost {names} of {self.size}: {one_line(str(error))}")
+
+    def _end_of(self, rank: int) -> LearnerLost | None:
+        """Return how a learner has ended, None if it may still run."""
+        name = f"learner {rank} of {self.size}"
+        if (end := self._read(f"end/{rank}")) is not None:
+            status, _, text = end.partition(" ")
+            if int(status) == Exit.STOPPED:
+                return LearnerLost(f"{name} was stopped", Exit.STOPPED)
+            return LearnerLost(f"{name} has ended: {text or f'exit status {status}'}")
+        pid, _, host = (self._read(f"process/{rank}") or "").partition(" ")
+        if host == socket.gethostname() and not _runs(int(pid)):
+            return LearnerLost(f"{name} (process {pid}) was killed")
+        return None
+
+    def _tell(self, key: str, value: str) -> None:
+        try:
+            if self._store is not None:
+                self._store.set(key, value)
+        except RuntimeError:  # Who keeps the store has ended: torchrun, or learner 0.
+            self._store = None
+
+    def _read(self, key: str) -> str | None:
+        try:
+            if self._store is not None and self._store.check([key]):
+                return self._store.get(key).decode()
+        except RuntimeError:
+            self._store = None
+        return None
+
+    def end(self, status: Exit, text: str = "") -> None:
+        """Tell the others how this learner ends; close the connections; wait.
+
+        Learners that come to the end together leave together: when one ends early,
+        torchrun ends the others, and the last checkpoint may be under way.
+        """
+        self._tell(f"end/{self.rank}", f"{int(status)} {one_line(text)}")
+        if not self.is_over:  # Others may wait for what will not come.
+            self._tell("ended", str(self.rank))
+            dist.destroy_process_group()
+        if status in (Exit.DONE, Exit.STOPPED):
+            deadline = time.monotonic() + LAST_SAVE_S
+            others = [r for r in range(self.size) if r != self.rank]
+            while time.monotonic() < deadline:
+                if all(self._end_of(r) for r in others) or self._store is None:
+                    break
+                time.sleep(0.05)
+        if self.is_over:
+            dist.destroy_process_group()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return not os.path.exists("/proc/self/stat")
+    except OSError:
+        return True
+
+
+_current: Learners | None = None
+
+
+def current() -> Learners | None:
+    """Return this process's connection to the other learners; None if it is alone."""
+    return _current
+
+
+def train_together(
+    train: Callable[[argparse.Namespace], Exit], flags: argparse.Namespace
+) -> Exit:
+    """Return train(flags), connected to the other learners if torchrun started some.
+
+    Raises:
+      UsageError: the learners have different flags.
+      ConfigError: the learners cannot meet.
+      LearnerLost: another learner has ended.
+    """
+    global _current
+    if ranks.size() == 1:
+        return train(flags)
+    _current = learners = _connect(flags)
+    try:
+        learners.check_flags(flags)
+        status = train(flags)
+    except BaseException as error:
+        ends = error.status if isinstance(error, LearnerLost) else Exit.INTERNAL
+        learners.end(ends, f"{type(error).__name__}: {error}")
+        raise
+    else:
+        learners.end(status)
+        return status
+    finally:
+        _current = None
+
+
+def _connect(flags: argparse.Namespace) -> Learners:
+    limit_s = flags.stall_timeout_s if flags.on_stall == "stop" else None
+    timeout = datetime.timedelta(seconds=START_S)
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        return Learners(store, limit_s=limit_s)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ConfigError(
+            f"learner {ranks.rank()} of {ranks.size()} cannot meet the others at "
+            f"{where}: {one_line(str(error))}. If another job uses this port, give "
+            "torchrun another --master_port, or --standalone."
+        ) from error

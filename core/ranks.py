@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several learners (torchrun): which one this process is, and its share of the flags.
+
+    torchrun --nproc_per_node 2 -m polybeast --batch_size 32 --num_servers 8
+
+The flags describe the whole run: here each of the two learners takes 16 rollouts of
+each batch and starts 4 servers. What follows from flags (numbers of buffers, defaults)
+is computed from the share, as if the share were all there is.
+
+Needs no torch. What learners say to each other is in `core.algorithm.learners`.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+# Shares of these are rounded up; the numbers above them must be multiples.
+MULTIPLES = ("batch_size", "num_actors", "num_servers")
+LIMITS = ("num_buffers", "max_learner_queue_size", "replay_capacity")
+# What only learner 0 does.
+OUTPUTS = ("wandb", "write_profiler_trace")
+
+
+def rank() -> int:
+    """Return the number of this learner: 0 if it is the only one."""
+    return int(os.environ["RANK"]) if size() > 1 else 0
+
+
+def size() -> int:
+    """Return the number of learners. torchrun sets both variables."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+
+
+def local_rank() -> int:
+    """Return the number of this learner among those on this machine."""
+    return int(os.environ.get("LOCAL_RANK", rank())) if size() > 1 else 0
+
+
+def local_size() -> int:
+    """Return the number of learners on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if size() > 1 else 1
+
+
+def first_incarnation() -> int:
+    """Return a number that makes the seeds of this learner's environments its own.
+
+    It is 0 for learner 0. Environments are seeded by the seed of the run, their number
+    in this process, and an incarnation, which this is added to.
+    """
+    return rank() << 48
+
+
+def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Reduce the flags of a run to this learner's share (exit status 2 if it is none).
+
+    Does nothing if this is the only learner.
+    """
+    n = size()
+    if n == 1:
+        return
+    if flags.mode != "train":
+        parser.error(
+            f"--mode is {flags.mode} but there are {n} learners (torchrun): testing "
+            "takes one process. Start it without torchrun."
+        )
+    for name in MULTIPLES:
+        if (value := getattr(flags, name, None)) is None:
+            continue
+        if value % n:
+            parser.error(
+                f"--{name} is {value} but must be a multiple of the number of learners "
+                f"({n}): each takes its share. Try --{name} {n * math.ceil(value / n)}."
+            )
+        setattr(flags, name, value // n)
+    for name in LIMITS:
+        if (value := getattr(flags, name, None)) is not None:
+            setattr(flags, name, math.ceil(value / n))
+    if (addresses := getattr(flags, "server_addresses", None)) is not None:
+        if len(addresses) < n:
+            parser.error(
+                f"--server_addresses has {len(addresses)} servers but there are {n} "
+                "learners (torchrun), and each needs a server of its own. Start more "
+                "servers, or fewer learners."
+            )
+        flags.server_addresses = addresses[rank() :: n]
+    if getattr(flags, "pipes_basename", None) is not None:
+        flags.pipes_basename += f".{rank()}"
+    if rank():
+        flags.disable_checkpoint = True
+        for name in OUTPUTS:
+            if hasattr(flags, name):
+                setattr(flags, name, False)
+
+
+def whole(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of the run, as they are recorded, from a learner's share."""
+    return {
+        name: value * size()
+        if name in (*MULTIPLES, *LIMITS) and value is not None
+        else value
+        for name, value in flags.items()
+    }
+
+
+def explain_share() -> str:
+    """Return a sentence for error messages about flags; '' if there is one learner."""
+    if size() == 1:
+        return ""
+    return (
+        f" (This is learner {rank()} of {size()}. Numbers of rollouts, environments "
+        "and servers may be its share of what the flags say.)"
+    )

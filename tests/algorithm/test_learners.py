@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several learners do the updates that one learner does with the whole batch."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+import monobeast
+from core.algorithm import learners
+from core.errors import ConfigError, Exit, UsageError
+from core.nests import map_nest
+from core.rollout import Spaces
+from tests.algorithm.test_normalization import ACTIONS, VECTOR, T, random_batch
+from tests.conftest import DEADLINE_S
+from tests.trainers.several import bound_port, environments
+
+COLUMNS, UPDATES = 6, 3
+FLAGS = ["--env", "Catch", "--disable_cuda", "--unroll_length", str(T)]
+FLAGS += ["--num_actors", "6", "--reward_clipping", "none"]
+FLAGS += ["--use_lstm", "--normalize_observations", "--normalize_returns"]
+
+
+def whole_batch(seed):
+    batch = random_batch(seed=seed, columns=COLUMNS)
+    batch["info"]["game_return"][T, : seed + 1] = 7.0  # Some games end.
+    batch["info"]["game_step"][T, : seed + 1] = 70
+    return batch
+
+
+def do_updates(flags, rank, size):
+    """Return the learner after UPDATES updates with its share of each batch."""
+    torch.manual_seed(rank)
+    learner = monobeast.create_learner(flags, Spaces(VECTOR, ACTIONS))
+    if learner.learners is not None:
+        learner.learners.share_weights(learner.net)
+        learner.learners._last_report = 1e9  # Only the last update has reports.
+    share = slice(rank * COLUMNS // size, (rank + 1) * COLUMNS // size)
+    for seed in range(UPDATES):
+        batch = map_nest(lambda x: x[:, share].contiguous(), whole_batch(seed))
+        learner.update(batch, learner.net.initial_state(COLUMNS // size))
+    if learner.learners is not None:
+        learner.learners.check_weights(learner.net)
+    return learner
+
+
+def results(learner):
+    gradient = torch.cat([p.grad.flatten() for p in learner.net.parameters()])
+    state = {**learner.state(), "averages": learner.averages.pop()}
+    return {"model": learner.net.state_dict(), "gradient": gradient, "state": state}
+
+
+def parse(*argv):
+    steps = UPDATES * COLUMNS * T - COLUMNS  # The last update finishes the run.
+    return monobeast.parse_flags(
+        [*FLAGS, "--batch_size", str(COLUMNS), "--total_steps", str(steps), *argv]
+    )
+
+
+def be_learner(env, task, folder, argv):
+    """Run in a process of its own: be one of several learners."""
+    os.environ.update(env)
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+
+    def train(flags):
+        return task(flags, rank, size, folder)
+
+    try:
+        learners.train_together(train, parse(*argv))
+    except (learners.LearnerLost, ConfigError, UsageError, RuntimeError) as error:
+        (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
+def save_updates(flags, rank, size, folder):
+    learner = do_updates(flags, rank, size)
+    torch.save(results(learner), folder / f"{rank}.pt")
+    return Exit.DONE
+
+
+@pytest.fixture
+def together(_context, tmp_path):
+    """Run a task in several learners; return the errors of those that had one."""
+    processes = []
+
+    def run(task, envs=None, argv=lambda rank: []):
+        for env in environments(2) if envs is None else envs:
+            args = (env, task, tmp_path, argv(int(env["RANK"])))
+            processes.append(_context.Process(target=be_learner, args=args))
+            processes[-1].start()
+        for process in processes:
+            process.join(DEADLINE_S)
+            assert process.exitcode is not None, "still running"
+        files = {int(path.stem): path for path in tmp_path.glob("*.txt")}
+        return {rank: path.read_text() for rank, path in files.items()}
+
+    yield run
+    for process in processes:
+        process.kill()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_updates_of_several_learners_are_those_of_one(together, tmp_path, size):
+    assert together(save_updates, environments(size)) == {}
+    one = results(do_updates(parse(), 0, 1))
+    first, *others = (torch.load(tmp_path / f"{i}.pt") for i in range(size))
+    error = (first["gradient"] - one["gradient"]).norm()
+    assert error < 1e-6 * one["gradient"].norm()  # Of the last update.
+    for name, x in one["model"].items():
+        torch.testing.assert_close(first["model"][name], x, rtol=0, atol=1e-5)
+        for other in others:  # Bit by bit.
+            assert torch.equal(other["model"][name], first["model"][name]), name
+    assert one["state"]["episodes"]["games"] == 1 + 2 + 3
+    averages = first["state"].pop("averages")
+    assert averages == pytest.approx(one["state"].pop("averages"), rel=1e-4)
+    assert first["state"].keys() == one["state"].keys()
+    for name, value in one["state"].items():
+        if name != "episodes":
+            assert first["state"][name] == value, name
+            assert others[0]["state"][name] == value, name
+    for name, value in one["state"]["episodes"].items():
+        theirs = first["state"]["episodes"][name]
+        if isinstance(value, list):
+            theirs, value = sorted(theirs), sorted(value)
+        assert theirs == pytest.approx(value), name
+
+
+def differ(flags, rank, size, folder):
+    raise AssertionError("never called")
+
+
+def test_other_flags_than_learner_0s_are_refused_by_all(together):
+    errors = together(differ, argv=lambda rank: ["--entropy_cost", f"0.0{rank + 1}"])
+    for rank in range(2):
+        assert errors[rank] == (
+            "UsageError: learner 1 was started with --entropy_cost 0.02, but learner 0 "
+            "with --entropy_cost 0.01. Give all learners the same flags."
+        )
+
+
+def change_weights(flags, rank, size, folder):
+    learner = monobeast.create_learner(flags, Spaces(VECTOR, ACTIONS))
+    learner.learners.share_weights(learner.net)
+    learner.learners.check_weights(learner.net)
+    if rank == 1:
+        next(learner.net.parameters()).data.view(-1)[5] += 1e-6
+    learner.learners.check_weights(learner.net)
+    return Exit.DONE
+
+
+def test_weights_that_differ_are_noticed(together):
+    errors = together(change_weights)
+    assert "RuntimeError: the learners' weights differ" in errors[0]
+    assert errors.keys() == {0, 1}
+
+
+def end_at_once(flags, rank, size, folder):
+    if rank == 1:
+        raise RuntimeError("out of luck")
+    learners.current().sum({"x": 1.0})
+    return Exit.DONE
+
+
+def test_the_reason_of_a_learner_that_fails_is_told_to_the_others(together):
+    errors = together(end_at_once)
+    assert errors[1] == "RuntimeError: out of luck"
+    assert errors[0] == (
+        "LearnerLost: learner 1 of 2 has ended: RuntimeError: out of luck"
+    )
+
+
+def die(flags, rank, size, folder):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    learners.current().sum({"x": 1.0})
+    return Exit.DONE
+
+
+def test_a_learner_that_is_killed_is_named(together):
+    errors = together(die, environments(3))
+    assert errors.keys() == {0, 2}
+    for error in errors.values():
+        assert "learner 1 of 3 (process " in error and ") was killed" in error
+
+
+def hang(flags, rank, size, folder):
+    if rank == 1:
+        signal.alarm(10)  # In case nobody ends it.
+        signal.pause()
+    try:
+        learners.current().sum({"x": 1.0})
+    finally:
+        pid, _ = learners.current()._read("process/1").split()
+        os.kill(int(pid), signal.SIGKILL)
+    return Exit.DONE
+
+
+def test_a_learner_that_does_not_answer_is_named_after_a_limit(together):
+    errors = together(hang, argv=lambda rank: ["--stall_timeout_s", "2"])
+    assert errors.keys() == {0}
+    assert errors[0].startswith(
+        "LearnerLost: learner 1 of 2 did not answer within 2 s (--stall_timeout_s)"
+    )
+
+
+def test_a_port_in_use_is_one_clear_line(together):
+    with bound_port() as port:
+        errors = together(differ, envs=environments(2, port)[:1])
+    assert errors[0].startswith(
+        f"ConfigError: learner 0 of 2 cannot meet the others at 127.0.0.1:{port}: "
+    )
+    assert "another --master_port" in errors[0]
+    assert "\n" not in errors[0]

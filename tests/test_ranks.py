@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The share of the flags that each of several learners takes."""
+
+import re
+
+import pytest
+
+import monobeast
+import polybeast
+from core import ranks
+from core.running.machine import num_cores
+from tests.trainers.several import environments
+
+
+@pytest.fixture
+def learner(monkeypatch):
+    """Let this process be one of several learners."""
+
+    def be(rank, size):
+        for name, value in environments(size, port=1)[rank].items():
+            monkeypatch.setenv(name, value)
+
+    return be
+
+
+def parse(module, *argv):
+    return module.parse_flags(["--env", "Catch", *map(str, argv)])
+
+
+def test_without_torchrun_there_is_one_learner(monkeypatch):
+    assert (ranks.rank(), ranks.size(), ranks.first_incarnation()) == (0, 1, 0)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # Some schedulers set this alone.
+    assert ranks.size() == 1
+
+
+def test_each_learner_takes_its_share(learner):
+    learner(1, 3)
+    flags = parse(monobeast, "--batch_size", 12, "--num_actors", 6, "--num_buffers", 31)
+    assert flags.batch_size == 4
+    assert flags.num_actors * flags.envs_per_actor == 2
+    assert flags.num_buffers == 11
+    recorded = ranks.whole(vars(flags))
+    assert (recorded["batch_size"], recorded["num_buffers"]) == (12, 33)
+
+
+def test_each_learner_has_servers_of_its_own(learner):
+    taken = []
+    for rank in range(3):
+        learner(rank, 3)
+        flags = parse(
+            polybeast, "--batch_size", 6, "--server_addresses", "localhost:4431-4437"
+        )
+        taken.append(set(flags.server_addresses))
+    assert sorted(map(len, taken)) == [2, 2, 3]
+    assert len(set.union(*taken)) == 7
+
+
+def test_learners_on_one_machine_share_its_cores(learner):
+    cores = num_cores()
+    learner(0, 2 * cores)
+    assert num_cores() == 1
+    learner(0, 1)
+    assert num_cores() == cores
+
+
+def test_only_learner_0_writes(learner):
+    learner(0, 2)
+    assert not parse(polybeast).disable_checkpoint
+    learner(1, 2)
+    flags = parse(polybeast, "--write_profiler_trace", "--wandb")
+    assert flags.disable_checkpoint
+    assert not flags.write_profiler_trace and not flags.wandb
+
+
+@pytest.mark.parametrize(
+    "module, argv, message",
+    [
+        (monobeast, ["--batch_size", 7], "--batch_size is 7 .* Try --batch_size 8"),
+        (polybeast, ["--num_servers", 3], "--num_servers is 3 .* Try --num_servers 4"),
+        (polybeast, ["--server_addresses", "localhost:1"], "each needs a server"),
+        (monobeast, ["--mode", "test"], "without torchrun"),
+        (polybeast, ["--batch_size", 8, "--envs_per_stream", 3], "its share of what"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(learner, capsys, module, argv, message):
+    learner(1, 2)
+    with pytest.raises(SystemExit) as error:
+        parse(module, *argv)
+    assert error.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+
+
+def test_incarnations_of_learners_do_not_meet(learner):
+    learner(1, 2)
+    assert ranks.first_incarnation() > 2**40  # Far above what one learner reaches.
