@@ -113,6 +113,7 @@ setup(
     ],
     extras_require={
         "minatar": ["minatar>=1.0.15"],
+        "nethack": ["nle>=1.3"],  # It needs an older gymnasium: examples/nethack.
         "tls": ["cryptography>=42"],  # For python -m tools.certs.
         "wandb": ["wandb"],
         # Classic gym, for environments that never moved to Gymnasium. atari-py is

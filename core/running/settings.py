@@ -19,6 +19,7 @@ FAMILIES = {
     "gymnasium.envs.box2d": "box2d",
     "gymnasium.envs.mujoco": "mujoco",
     "minatar": "minatar",
+    "nle.": "nethack",
 }
 # A run is at the Atari defaults if all of these have their default values.
 TELLING = ("learning_rate", "epsilon", "batch_size", "entropy_cost")
@@ -26,7 +27,7 @@ TELLING = ("learning_rate", "epsilon", "batch_size", "entropy_cost")
 
 def family_of(env: str) -> str | None:
     """Return the name of the settings file for an environment; None if unknown."""
-    spec = gym.registry.get(env)
+    spec = gym.registry.get(env.rpartition(":")[2])  # Without the package, nle:...
     entry_point = str(spec.entry_point) if spec is not None else ""
     for beginning, family in FAMILIES.items():
         if entry_point.startswith(beginning):

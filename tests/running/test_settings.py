@@ -8,6 +8,7 @@ import ale_py
 import gymnasium as gym
 import minatar.gym
 import pytest
+from gymnasium.envs.registration import EnvSpec
 
 import monobeast
 import polybeast
@@ -49,14 +50,18 @@ def test_a_file_that_is_missing_is_one_line(capsys):
         ("LunarLander-v3", "box2d"),
         ("HalfCheetah-v5", "mujoco"),
         ("MinAtar/Breakout-v1", "minatar"),
+        ("NetHackScore-v0", "nethack"),
+        ("nle:NetHackScore-v0", "nethack"),
         ("ALE/Pong-v5", None),
         ("nobody/Knows-v0", None),
     ],
 )
-def test_a_family_is_known_by_its_package(env, family):
+def test_a_family_is_known_by_its_package(env, family, monkeypatch):
     gym.register_envs(ale_py)
     if "MinAtar/Breakout-v1" not in gym.registry:
         minatar.gym.register_envs()
+    nethack = EnvSpec("NetHackScore-v0", "nle.env.tasks:NetHackScore")
+    monkeypatch.setitem(gym.registry, nethack.id, nethack)  # As nle does.
     assert family_of(env) == family
     if family is not None:
         assert (ROOT / "settings" / f"{family}.txt").is_file()
