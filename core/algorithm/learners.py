@@ -408,6 +408,10 @@ def _connect(flags: argparse.Namespace) -> Learners:
     timeout = datetime.timedelta(seconds=START_S)
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it restarts the learners. (Older versions of
+        # torch do this themselves.)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"start/{restarts}", store)  # type: ignore[attr-defined]
         return Learners(store, limit_s=limit_s)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

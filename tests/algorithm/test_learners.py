@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import monobeast
 from core.algorithm import learners
@@ -201,6 +202,20 @@ def test_a_learner_that_does_not_answer_is_named_after_a_limit(together):
     assert errors[0].startswith(
         "LearnerLost: learner 1 of 2 did not answer within 2 s (--stall_timeout_s)"
     )
+
+
+def say_hello(flags, rank, size, folder):
+    assert learners.current().sum({"x": rank + 1.0}) == {"x": 3.0}
+    return Exit.DONE
+
+
+def test_learners_meet_again_when_torchrun_starts_them_again(together):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for restarts in ("0", "1"):  # torchrun keeps its store, and all that is in it.
+        agents = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        agents["TORCHELASTIC_RESTART_COUNT"] = restarts
+        envs = [env | agents for env in environments(2, store.port)]
+        assert together(say_hello, envs=envs) == {}
 
 
 def test_a_port_in_use_is_one_clear_line(together):
