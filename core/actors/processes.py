@@ -34,6 +34,7 @@ from core.actors.fork_server import ForkServer
 from core.actors.shared_memory import RolloutBuffers, SharedArrays, SharedWeights
 from core.algorithm.counters import BusyTime
 from core.environments.stepping import Environments, env_seed
+from core.errors import ConfigError, EnvSpecError
 from core.nests import ArraySpec
 from core.rollout import new_rollouts
 from core.running import terminal
@@ -134,8 +135,8 @@ def _run_actor(
 ) -> None:
     """Run one actor process: prepare the process, then call `act`.
 
-    If `act` fails, the process sends b"E" and the traceback to the program, and ends
-    with status 1.
+    If `act` fails, the process sends b"E" and the traceback to the program, or b"P"
+    and one line if trying again cannot help, and ends with status 1.
     """
     be_killed_first_for_memory()
     terminal.redirect_output(output)
@@ -152,9 +153,12 @@ def _run_actor(
     clock = clocks.arrays["clock"][actor_id : actor_id + 1]
     try:
         act(ActorProcess(actor_id, incarnation, buffers, clock, weights, pipe))
-    except BaseException:  # Also an environment's sys.exit() is a failure.
+    except BaseException as error:  # Also an environment's sys.exit() is a failure.
+        message = b"E" + traceback.format_exc().encode()
+        if isinstance(error, EnvSpecError):
+            message = b"P" + str(error).encode()
         with contextlib.suppress(BrokenPipeError):
-            pipe.send_bytes(b"E" + traceback.format_exc().encode())
+            pipe.send_bytes(message)
         sys.exit(1)
 
 
@@ -320,6 +324,7 @@ class Actors:
 
         Raises:
           ActorError: an actor has died too often without delivering a rollout.
+          ConfigError: an environment breaks its spec.
         """
         by_handle: dict[Any, ActorSlot] = {
             s.process.sentinel: s for s in self.slots if s.process is not None
@@ -353,6 +358,8 @@ class Actors:
         try:
             while slot.pipe.poll():
                 message = slot.pipe.recv_bytes()
+                if message[:1] == b"P":
+                    raise ConfigError(message[1:].decode())
                 if message[:1] == b"E":
                     slot.reason = message[1:].decode().strip()
                     continue

@@ -76,7 +76,7 @@ class Stream:
             yield from self._fail(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except EnvSpecError as error:
             code = grpc.StatusCode.FAILED_PRECONDITION
-            yield from self._fail(code, _with_traceback(error), permanent=True)
+            yield from self._fail(code, str(error), permanent=True)
         except Exception as error:
             yield from self._fail(grpc.StatusCode.INTERNAL, _with_traceback(error))
 
@@ -181,7 +181,7 @@ def details(text: str) -> str:
 def _with_traceback(error: BaseException) -> str:
     """Return the text of `error`, then its traceback."""
     trace = "".join(traceback.format_exception(error))
-    name = "" if isinstance(error, EnvError | EnvSpecError) else type(error).__name__
+    name = "" if isinstance(error, EnvError) else type(error).__name__
     return f"{name}{': ' * bool(name)}{error}\n\n{trace}"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from core import ranks
 from core.algorithm.learners import LearnerLost, train_together
-from core.errors import ConfigError, Exit, UsageError
+from core.errors import ConfigError, EnvSpecError, Exit, UsageError
 from core.running import terminal
 from core.running.checkpoint import CheckpointError, CheckpointMismatch
 
@@ -45,7 +45,7 @@ def run_program(
             return say(error, error.status)
         except UsageError as error:
             return say(error, Exit.USAGE)
-        except (ConfigError, CheckpointMismatch) as error:
+        except (ConfigError, EnvSpecError, CheckpointMismatch) as error:
             return say(error, Exit.CONFIG)
         except CheckpointError as error:
             return say(error, Exit.CHECKPOINT)

@@ -310,6 +310,7 @@ def test_a_broken_spec_is_permanent(serve):
         ) as failure:
             client.step(0)
         assert failure.value.permanent
+        assert "Traceback" not in str(failure.value)  # It would show none of theirs.
 
 
 def test_an_environment_that_cannot_be_made_later_is_a_failure(serve):
