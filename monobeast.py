@@ -54,6 +54,7 @@ from torch import nn
 
 import atari_wrappers
 from core import flag_types
+from core.action_spaces import split_mask
 from core.actors import actor_flags, prepare, serial
 from core.actors.processes import ActorProcess, Actors, ActorsClosed
 from core.actors.shared_memory import (
@@ -64,8 +65,7 @@ from core.actors.shared_memory import (
 )
 from core.algorithm import gpu
 from core.algorithm.action_layers import ActionFeatures, PolicyHead
-from core.algorithm.action_masks import check_mask, mask_logits, split_mask
-from core.algorithm.distributions import ActionDistribution
+from core.algorithm.distributions import ActionDistribution, mask_logits
 from core.algorithm.dry_run import dry_run
 from core.algorithm.normalization import InputNorm, PopArt, normalized
 from core.algorithm.recurrent import create_lstm, unroll_lstm
@@ -185,7 +185,6 @@ class Net(nn.Module):
             if "observations" in normalize
             else nn.Identity()
         )
-        check_mask(observation_space, action_space)
         observation_space, _ = split_mask(observation_space)
         if model == "auto":
             model = model_for(observation_space)

@@ -62,10 +62,10 @@ import libtorchbeast
 import nest
 import polybeast_env
 from core import flag_types
+from core.action_spaces import split_mask
 from core.algorithm import counters
 from core.algorithm.action_layers import ActionFeatures, PolicyHead
-from core.algorithm.action_masks import check_mask, mask_logits, split_mask
-from core.algorithm.distributions import ActionDistribution
+from core.algorithm.distributions import ActionDistribution, mask_logits
 from core.algorithm.dry_run import dry_run
 from core.algorithm.gpu import (
     Graphs,
@@ -256,7 +256,6 @@ class Net(nn.Module):
             if "observations" in normalize
             else nn.Identity()
         )
-        check_mask(observation_space, action_space)
         observation_space, _ = split_mask(observation_space)
         if model == "auto":
             model = model_for(observation_space)

@@ -49,10 +49,6 @@ import numpy as np
 from core import nests
 from core.nests import ArraySpec, Nest, leaves, map_nest
 
-# Key of a Dict observation that says which actions are allowed: see
-# `core.algorithm.action_masks`.
-ACTION_MASK = "action_mask"
-
 
 @dataclasses.dataclass(frozen=True)
 class Spaces:
@@ -68,6 +64,14 @@ def new_rollouts(flags: argparse.Namespace) -> int:
     `core.running.common_flags` has checked that both are whole numbers.
     """
     return round(flags.batch_size / (1 + flags.replay_ratio))
+
+
+# Of the arrays in rows, and on the wire: plain numbers that torch knows, too, nothing
+# that could contain a pointer.
+DTYPES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64"),
+    *("int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+)
 
 
 class UnlearnableSpace(ValueError):
@@ -89,14 +93,24 @@ def spec_of(space: gym.Space, name: str = "space") -> Nest:
     """
     for key, part in leaves(leaf_spaces(space), name):
         if (problem := _problem(part)) is not None:
-            raise UnlearnableSpace(f"'{key}' {problem}. {_without(space)}")
+            raise UnlearnableSpace(f"'{key}' {problem}. {_advice(space, name)}")
     return map_nest(_leaf_spec, leaf_spaces(space))
 
 
 def leaf_spaces(space: gym.Space) -> Nest:
-    """Return the nest whose leaves are the spaces of the leaves of a sample."""
+    """Return the nest whose leaves are the spaces of the leaves of a sample.
+
+    Raises:
+      UnlearnableSpace: the key of a Dict is no text.
+    """
     match space:
         case gym.spaces.Dict():
+            for key in space.spaces:
+                if not isinstance(key, str):
+                    raise UnlearnableSpace(
+                        f"{space} has the key {key!r}; expected texts as keys. Wrap "
+                        "the environment so that it has other keys."
+                    )
             return {key: leaf_spaces(sub) for key, sub in space.spaces.items()}
         case gym.spaces.Tuple():
             return tuple(leaf_spaces(sub) for sub in space.spaces)
@@ -118,21 +132,6 @@ def value_range(space: gym.Space) -> tuple[Any, Any] | None:
     return None
 
 
-def category_sizes(action_space: gym.Space) -> list[int]:
-    """Return how many values each Discrete choice of an action has.
-
-    One number for a Discrete leaf, one for each element of a MultiDiscrete leaf.
-    """
-    sizes: list[int] = []
-    for _, leaf in leaves(leaf_spaces(action_space)):
-        match leaf:
-            case gym.spaces.Discrete():
-                sizes.append(int(leaf.n))
-            case gym.spaces.MultiDiscrete():
-                sizes += map(int, leaf.nvec.flat)
-    return sizes
-
-
 def _leaf_spec(space: gym.Space) -> ArraySpec:
     match space:
         case gym.spaces.Discrete():
@@ -146,8 +145,16 @@ def _leaf_spec(space: gym.Space) -> ArraySpec:
 def _problem(space: gym.Space) -> str | None:
     """Say why a leaf's space cannot be learned from, or None if it can."""
     match space:
-        case gym.spaces.Box() | gym.spaces.MultiBinary() if 0 in space.shape:
+        case (
+            gym.spaces.Box() | gym.spaces.MultiBinary() | gym.spaces.MultiDiscrete()
+        ) if 0 in space.shape:
             return f"is {space} of shape {space.shape}, which holds no values"
+        case gym.spaces.Box() if (
+            space.dtype.name not in DTYPES or not space.dtype.isnative
+        ):
+            return f"is {space}; expected one of the dtypes {', '.join(DTYPES)}"
+        case gym.spaces.Box() if np.isnan([space.low, space.high]).any():
+            return f"is {space}; expected bounds that are numbers or infinite"
         case (
             gym.spaces.Box()
             | gym.spaces.MultiBinary()
@@ -161,10 +168,12 @@ def _problem(space: gym.Space) -> str | None:
     )
 
 
-def _without(space: gym.Space) -> str:
-    """Return advice: how to remove the unusable parts of a space."""
+def _advice(space: gym.Space, name: str) -> str:
+    """Return how to change or remove the unusable parts of a space."""
+    if name == "action":
+        return "Change it with a gymnasium.ActionWrapper."
     if not isinstance(space, gym.spaces.Dict):
-        return "Wrap the environment so that it uses one of these."
+        return "Change it with a gymnasium.ObservationWrapper."
     good = [
         key
         for key, sub in space.spaces.items()
@@ -222,11 +231,14 @@ def flat_ranges(space: gym.Space) -> np.ndarray:
 
 
 def action_at(leaf_spaces: Nest, actions: Nest, k: int) -> Any:
-    """Return environment k's action: ints for Discrete, else copies of arrays."""
+    """Return environment k's action: ints for Discrete, else copies of arrays.
+
+    They have the dtypes of their spaces; a MultiDiscrete may have another than int64.
+    """
 
     def leaf(space: gym.Space, rows: np.ndarray) -> int | np.ndarray:
         is_discrete = isinstance(space, gym.spaces.Discrete)
-        return int(rows[k]) if is_discrete else np.array(rows[k])
+        return int(rows[k]) if is_discrete else np.array(rows[k], space.dtype)
 
     return nests.map_nest(leaf, leaf_spaces, actions)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from core.action_spaces import check_spaces
 from core.actors import shared_memory
 from core.environments.stepping import Environments, env_seed
 from core.errors import ConfigError
@@ -28,7 +29,7 @@ def read_spaces(create_env: Callable[[], Any], limit_s: float) -> Spaces:
       limit_s: for each call into the environment (--env_step_timeout_s).
 
     Raises:
-      ConfigError: there is no such environment, or its spaces cannot be learned.
+      ConfigError: there is no such environment, or no policy fits its spaces.
     """
     with limit_calls(limit_s) as clock:
         try:
@@ -36,6 +37,7 @@ def read_spaces(create_env: Callable[[], Any], limit_s: float) -> Spaces:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         with contextlib.closing(envs):
+            check_spaces(envs.observation_space, envs.action_space)
             return Spaces(envs.observation_space, envs.action_space)
 
 

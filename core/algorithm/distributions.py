@@ -33,9 +33,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from core.errors import ConfigError
+from core.action_spaces import category_sizes, check_actions
 from core.nests import ArraySpec, Nest, leaves, map_nest
-from core.rollout import category_sizes, leaf_spaces, spec_of
+from core.rollout import leaf_spaces, spec_of
 
 # A Box with bounds beyond this counts as unbounded, like one with infinite bounds.
 LARGEST_BOUND = 1e6
@@ -200,23 +200,18 @@ class ActionDistribution:
         self.space = space
         self.is_discrete = isinstance(space, gym.spaces.Discrete)
         self._first = int(getattr(space, "start", 0)) if self.is_discrete else 0
+        check_actions(space)
         sizes = category_sizes(space)
         bits = boxes = 0
-        for name, leaf in leaves(leaf_spaces(space), "action"):
+        for _, leaf in leaves(leaf_spaces(space)):
             match leaf:
                 case gym.spaces.MultiBinary():
                     bits += math.prod(leaf.shape)
                 case gym.spaces.Box():
-                    _check_box(name, leaf)
                     boxes += math.prod(leaf.shape)
         self.parts: list[Distribution] = [Categorical(n) for n in sizes]
         self.parts += [Bernoulli(bits)] if bits else []
         self.parts += [DiagonalGaussian(boxes)] if boxes else []
-        if not self.parts:
-            raise ConfigError(
-                f"the action space is {space}, which has no parts: nothing is left to "
-                "choose. Wrap the environment so that it takes actions."
-            )
         self.num_categories = sum(sizes)
         self.num_log_stds = boxes
         self.num_parameters = sum(part.num_parameters for part in self.parts)
@@ -323,20 +318,6 @@ class _ActionPart:
         return x if self.start is None else x + self.start
 
 
-def _check_box(name: str, space: gym.spaces.Box) -> None:
-    if space.dtype.kind != "f":
-        raise ConfigError(
-            f"'{name}' is {space}: no distribution of the policy fits a Box of "
-            f"{space.dtype}. Wrap the environment so that it takes a Box of floats, or "
-            "MultiDiscrete for whole numbers, or MultiBinary for bits."
-        )
-    if not (space.low <= space.high).all():  # False for NaN, too.
-        raise ConfigError(
-            f"'{name}' is {space}: expected each lower bound to be a number no larger "
-            f"than the upper bound, got {space.low.tolist()} and {space.high.tolist()}"
-        )
-
-
 def box_units(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     """Return offset and scale, float64 [*shape]: action = offset + scale * sample.
 
@@ -346,3 +327,20 @@ def box_units(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     is_bounded = (low >= -LARGEST_BOUND) & (high <= LARGEST_BOUND)
     low, high = np.where(is_bounded, low, -1), np.where(is_bounded, high, 1)
     return (low + high) / 2, (high - low) / 2
+
+
+def mask_logits(logits: torch.Tensor, mask: Nest) -> torch.Tensor:
+    """Rule actions out, as an `action_mask` says (`core.action_spaces`).
+
+    Args:
+      logits: [N, P] float32, parameters of an `ActionDistribution`; those of the
+        Categoricals come first.
+      mask: an array or a tuple of arrays, [N, ...], with as many entries as these.
+
+    Returns:
+      logits, the lowest finite number where an action is ruled out.
+    """
+    flags = torch.cat([part.flatten(1) for _, part in leaves(mask)], dim=1) != 0
+    n = flags.shape[1]
+    allowed = logits[:, :n].masked_fill(~flags, torch.finfo(logits.dtype).min)
+    return torch.cat([allowed, logits[:, n:]], dim=1)

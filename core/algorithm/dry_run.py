@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from core.action_spaces import first_action
 from core.algorithm.distributions import ActionDistribution
 from core.errors import ConfigError
 from core.nests import ArraySpec, Nest, map_nest
@@ -88,14 +89,12 @@ def zero_rows(
 ) -> dict[str, Nest]:
     """Return what a network reads of T rows of B environments: zeros, [T, B, ...].
 
-    Discrete values, which count from the space's `start`, are the first ones.
+    Where 0 is not in a space, the value nearest to it.
     """
 
     def zeros(spec: ArraySpec, space: Any = None) -> torch.Tensor:
         first = np.zeros((T, B, *spec.shape), spec.dtype)
-        return torch.from_numpy(
-            first + np.asarray(getattr(space, "start", 0), spec.dtype)
-        )
+        return torch.from_numpy(first + np.asarray(first_action(space), spec.dtype))
 
     row = row_spec(observation_space, action_space, ())
     return {

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from core.action_spaces import ACTION_MASK
 from core.algorithm.learners import Learners
 from core.nests import Nest, leaves, map_nest
-from core.rollout import ACTION_MASK, leaf_spaces
+from core.rollout import leaf_spaces
 
 CLIP = 10.0  # Normalized inputs are in [-CLIP, CLIP].
 EPSILON = 1e-8  # Added to the variance, which may be 0.

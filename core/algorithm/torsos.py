@@ -212,7 +212,7 @@ def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
         case gym.spaces.MultiDiscrete():
             ranges = zip(space.start.flat, space.nvec.flat)
             for i, (start, n) in enumerate(ranges):
-                yield F.one_hot(x.flatten(1)[:, i] - int(start), int(n)).float()
+                yield F.one_hot(x.view(len(x), -1)[:, i] - int(start), int(n)).float()
         case _:
             yield x.reshape(len(x), -1).float()
 

@@ -26,11 +26,18 @@ import gymnasium as gym
 import numpy as np
 
 from core import flag_types, rollout
+from core.action_spaces import (
+    ACTION_MASK,
+    allowed_values,
+    category_sizes,
+    check_spaces,
+    split_mask,
+)
 from core.environments import faults
 from core.environments.classic_gym import ClassicGym, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
-from core.errors import EnvSpecError, EnvValueError
+from core.errors import ConfigError, EnvSpecError, EnvValueError
 from core.nests import Nest, leaves, map_nest
 from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
 
@@ -147,17 +154,43 @@ def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[
                 raise Unplayable
             check_observation(found, observation_space, result[0])
             seen.append(copy.deepcopy(result[0]))
+        action = sample(found, action_space, result[0])
         found.step = step + 1
-        result = env.step(action_at(leaf_spaces, sample(action_space), 0))
+        result = env.step(action_at(leaf_spaces, action, 0))
         check_step(found, observation_space, result)
         ended = bool(result[2] or result[3])
         seen.append(copy.deepcopy((result[0], result[1], ended)))
     return seen
 
 
-def sample(action_space: gym.Space) -> Nest:
-    """Return a random action as a batch of one."""
-    return map_nest(lambda leaf: np.asarray(leaf)[np.newaxis], action_space.sample())
+def sample(found: Violations, action_space: gym.Space, observation: Nest) -> Nest:
+    """Return a random action as a batch of one: one that the observation's mask allows.
+
+    Any action if there is no mask, or if it is malformed or allows nothing: those are
+    violations.
+    """
+    action = action_space.sample()
+    sizes = category_sizes(action_space)
+    _, mask = split_mask(observation)
+    if mask is not None and sum(np.size(x) for _, x in leaves(mask)) == sum(sizes):
+        allowed = allowed_values(mask, sizes)
+        if all(map(len, allowed)):
+            action = choose(action_space, action, iter(allowed))
+        else:
+            found.add("mask", f"'observation/{ACTION_MASK}' allows no action")
+    return map_nest(lambda leaf: np.asarray(leaf)[np.newaxis], action)
+
+
+def choose(
+    action_space: gym.Space, action: Nest, allowed: Iterator[np.ndarray]
+) -> Nest:
+    """Return an action with other Discrete values, drawn from the allowed ones."""
+
+    def leaf(part: Any, value: Any) -> Any:
+        drawn = [part.np_random.choice(next(allowed)) for _ in category_sizes(part)]
+        return np.reshape(drawn, np.shape(value)) + part.start if drawn else value
+
+    return map_nest(leaf, rollout.leaf_spaces(action_space), action)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -186,7 +219,8 @@ def print_rows(name: str, *, num_steps: int, seed: int) -> None:
         rewards, lengths, returns = [], [], []
         start = time.perf_counter()
         for _ in steps(num_steps, "measuring"):
-            envs.step(sample(envs.action_space), rows)
+            observation = map_nest(lambda x: x[0], rows["observation"])
+            envs.step(sample(Violations(), envs.action_space, observation), rows)
             rewards.append(float(rows["reward"][0]))
             if not math.isnan(rows["info"]["game_step"][0]):
                 lengths.append(int(rows["info"]["game_step"][0]))
@@ -207,6 +241,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
 
     Raises:
       UnlearnableSpace: rollouts have no arrays for one of its spaces.
+      ConfigError: no policy can act in its action space.
       ValueError: there is no such environment.
     """
     found = Violations()
@@ -220,6 +255,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
         print(f"observation  {used.observation_space}")
         print(f"actions      {used.action_space}")
         row_spec(used.observation_space, used.action_space, ())
+        check_spaces(used.observation_space, used.action_space)
         try:
             play(found, used, num_steps=num_steps, seed=seed)
             # With the same seed a used environment must play like a new one.
@@ -268,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--seed is {flags.seed} but must not be negative")
     try:
         violations = check(flags.env, num_steps=flags.steps, seed=flags.seed)
-    except UnlearnableSpace as error:
+    except (UnlearnableSpace, ConfigError) as error:
         print(f"not learned  {error}")
         return EXIT_SPEC_MISMATCH
     except ValueError as error:

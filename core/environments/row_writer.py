@@ -7,10 +7,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from core.action_spaces import ACTION_MASK, category_sizes
 from core.environments.faults import describe
 from core.errors import EnvSpecError, EnvValueError
 from core.nests import ArraySpec, Nest, leaves, map_nest
-from core.rollout import ACTION_MASK, category_sizes, leaf_spaces, spec_of, value_range
+from core.rollout import leaf_spaces, spec_of, value_range
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -30,7 +31,7 @@ class RowWriter:
     def __init__(
         self, space: gym.Space, action_space: gym.Space, where: Callable[[int], str]
     ) -> None:
-        self._spec = spec_of(space)
+        self._spec = spec_of(space, "observation")
         self._ranges = map_nest(value_range, leaf_spaces(space))
         self._where = where
         # Where the entries of each Discrete choice begin in a mask.
@@ -56,7 +57,8 @@ class RowWriter:
         if not np.logical_or.reduceat(allowed, self._choices).all():
             raise EnvValueError(
                 f"{self._where(k)}: 'observation/{ACTION_MASK}' expected at least one "
-                f"allowed action per choice, got {allowed.astype(int).tolist()}"
+                f"allowed action per choice, got {allowed.astype(int).tolist()}. "
+                "End the episode in this step, or allow one."
             )
 
     def transition(self, k: int, result: Any) -> tuple[Any, float, bool, bool, dict]:

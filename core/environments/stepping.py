@@ -15,6 +15,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from core.action_spaces import first_action
 from core.environments.classic_gym import adapt, convert_space
 from core.environments.faults import is_ctrl_c, name_of, only_exceptions
 from core.environments.row_writer import RowWriter
@@ -140,12 +141,12 @@ class Environments:
             self.observation_space = convert_space(self.envs[0].observation_space)
             self.action_space = convert_space(self.envs[0].action_space)
             self._action_spaces = leaf_spaces(self.action_space)
+            self.row_spec = row_spec(
+                self.observation_space, self.action_space, self._info_keys
+            )
             self._check_equal_spaces()
             self._writer = RowWriter(
                 self.observation_space, self.action_space, self._where_now
-            )
-            self.row_spec = row_spec(
-                self.observation_space, self.action_space, self._info_keys
             )
             self._closer = stack.pop_all()
 
@@ -166,12 +167,8 @@ class Environments:
     def reset(self, rows: Nest) -> None:
         """Begin the first game of every environment; write the very first rows."""
         self._progress = [_Progress() for _ in self.envs]
-        # 0, or `start` of a space that begins elsewhere.
-        first_action = map_nest(
-            lambda space: getattr(space, "start", 0), self._action_spaces
-        )
         for k in range(len(self.envs)):
-            copy_at(rows["last_action"], k, first_action)
+            copy_at(rows["last_action"], k, map_nest(first_action, self._action_spaces))
             observation, _ = self._reset(k, self._game_seed(k, 0))
             self._write_first(rows, k, observation)
 

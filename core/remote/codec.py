@@ -21,7 +21,6 @@ import numpy as np
 
 from core.nests import ArraySpec
 from core.remote.messages import (
-    DTYPES,
     MAX_DEPTH,
     PROTOCOL,
     Array,
@@ -42,6 +41,7 @@ from core.remote.messages import (
     check_shape,
     check_welcome,
 )
+from core.rollout import DTYPES
 
 # Of the lower bounds of all Boxes in a message. A few bytes can describe large bounds,
 # for which Gymnasium needs eight times as much memory for a moment.

@@ -18,7 +18,6 @@ from core import rollout
 from core.nests import ArraySpec, Nest, leaves
 from core.remote.codec import I64, LEN, VARINT, decode, fields_of, tag, varint
 from core.remote.messages import (
-    DTYPES,
     Action,
     Array,
     Step,
@@ -26,7 +25,7 @@ from core.remote.messages import (
     ToServer,
     WireError,
 )
-from core.rollout import spec_of, value_range
+from core.rollout import DTYPES, spec_of, value_range
 
 # An observation with so many entries along the first axis, and at least so many bytes,
 # may be a stack of frames. The comparison costs little next to making such an array.

@@ -11,6 +11,7 @@ import logging
 import time
 
 import libtorchbeast
+from core.action_spaces import check_spaces
 from core.errors import ConfigError
 from core.remote import codec, messages, tls
 from core.remote.local_servers import LocalServers
@@ -109,8 +110,11 @@ def complete_flags(
     """Return the flags with the servers' environment; check that the two fit.
 
     Raises:
-      ConfigError: --env, --batch_size or --xpid does not fit what the servers serve.
+      ConfigError: --env, --batch_size or --xpid does not fit what the servers serve,
+        or no policy fits their spaces.
     """
+    assert welcome.observation is not None and welcome.action is not None
+    check_spaces(welcome.observation, welcome.action)
     B, K = new_rollouts(flags), welcome.num_envs
     if B % K:
         enough = -(-B // K) * K  # New rollouts.

@@ -10,14 +10,9 @@ import gymnasium as gym
 import numpy as np
 
 from core.nests import ArraySpec
+from core.rollout import DTYPES
 
 PROTOCOL = 1  # Version of proto/torchbeast.proto.
-
-# Dtypes of arrays: plain numbers, nothing that could contain a pointer.
-DTYPES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64"),
-    *("int8", "int16", "int32", "int64", "float16", "float32", "float64"),
-)
 
 # A message with more than this is malformed.
 MAX_ARRAYS = 4096

@@ -17,6 +17,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from core.action_spaces import check_spaces
 from core.environments.stepping import Environments
 from core.errors import ConfigError
 from core.nests import Nest, map_nest
@@ -193,6 +194,7 @@ def test_run(
         except ValueError as error:
             raise ConfigError(str(error)) from error
         stack.enter_context(contextlib.closing(envs))
+        check_spaces(envs.observation_space, envs.action_space)
         net = create_net(envs.observation_space, envs.action_space)
         net.load_state_dict(checkpoint.weights_for(net, found))
         print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")

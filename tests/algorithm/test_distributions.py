@@ -18,7 +18,7 @@ from core.algorithm.distributions import (
 )
 from core.errors import ConfigError
 from core.nests import leaves, map_nest
-from core.rollout import spec_of
+from core.rollout import action_at, leaf_spaces, spec_of
 
 spaces = gym.spaces
 T, B = 3, 4
@@ -26,6 +26,8 @@ BOX = spaces.Box(np.float32([-2, 0, -np.inf]), np.float32([2, 10, np.inf]))
 SPACES = {
     "discrete": spaces.Discrete(5, start=2),
     "multi_discrete": spaces.MultiDiscrete([[2, 3], [4, 2]]),
+    "int32": spaces.MultiDiscrete([3, 2], start=[-1, 4], dtype=np.int32),
+    "one number": spaces.MultiDiscrete(np.array(4)),
     "multi_binary": spaces.MultiBinary((2, 2)),
     "box": BOX,
     "box64": spaces.Box(-1.0, 3.0, (2,), np.float64),
@@ -123,7 +125,8 @@ def test_actions_are_in_the_space_and_have_its_structure(name):
                 assert (x.shape, x.dtype) == ((T, B, *leaf.shape), leaf.dtype)
         for t in range(T):
             for b in range(B):
-                action = map_nest(lambda x, i=(t, b): x[i].numpy(), drawn["action"])
+                rows = map_nest(lambda x, t=t: x[t].numpy(), drawn["action"])
+                action = action_at(leaf_spaces(space), rows, b)
                 assert space.contains(action), action
     log_prob = distribution.log_prob(parameters, distribution.sample_of(drawn))
     assert log_prob.shape == distribution.entropy(parameters).shape == (T, B)

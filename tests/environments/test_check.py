@@ -170,9 +170,29 @@ def test_what_cannot_be_learned_is_no_violation_and_says_how_to_leave_it_out(
     spec_of(env.observation_space)  # Without it, it can be learned.
 
 
-def test_other_spaces_that_cannot_be_learned_are_named():
-    with pytest.raises(UnlearnableSpace, match="'action' is a Text; .* Wrap"):
-        row_spec(gym.spaces.Discrete(2), gym.spaces.Text(5), ())
+def nan_bound():
+    space = gym.spaces.Box(0, 1, (2,))
+    space.low[1] = np.nan
+    return space
+
+
+@pytest.mark.parametrize(
+    "space, said",
+    [
+        (gym.spaces.Text(5), "'action' is a Text; .*"),
+        (gym.spaces.Dict({"a": gym.spaces.Text(5)}), "'action/a' is a Text; .*"),
+        (gym.spaces.MultiDiscrete(np.zeros(0, int)), "which holds no values"),
+        (gym.spaces.Box(0, 1, (2,), np.longdouble), "expected one of the dtypes bool"),
+        (gym.spaces.Box(0, 1, (2,), np.dtype(">f4")), "expected one of the dtypes"),
+        (gym.spaces.Dict({1: gym.spaces.Discrete(2)}), "the key 1; expected texts"),
+        (nan_bound(), "expected bounds that are numbers or infinite"),
+    ],
+    ids=str,
+)
+def test_other_spaces_that_cannot_be_learned_are_named(space, said):
+    with pytest.raises(UnlearnableSpace, match=said) as caught:
+        row_spec(gym.spaces.Discrete(2), space, ())
+    assert "FilterObservation" not in str(caught.value)  # It is an action.
 
 
 def test_a_slow_check_says_how_far_it_has_come(monkeypatch, capsys):

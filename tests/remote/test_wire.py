@@ -18,7 +18,6 @@ from core.remote import codec
 from core.remote.codec import decode, encode
 from core.remote.frames import Frame, Steps, arrays_of, with_stacks
 from core.remote.messages import (
-    DTYPES,
     MAX_ERROR,
     Action,
     Array,
@@ -35,7 +34,7 @@ from core.remote.messages import (
     Welcome,
     WireError,
 )
-from core.rollout import spec_of
+from core.rollout import DTYPES, spec_of
 
 pytest.importorskip("grpc_tools", reason="pip install grpcio-tools")
 import grpc  # noqa: E402

@@ -4,10 +4,12 @@
 import gymnasium as gym
 import numpy as np
 
+from core.action_spaces import allowed_values, category_sizes
 from core.nests import leaves
 from examples.tictactoe import TicTacToe as mask  # noqa: F401  # An environment, too.
 
 spaces = gym.spaces
+INF = np.inf
 
 
 class Body(gym.Env):
@@ -41,23 +43,57 @@ def discrete():
 
 
 def choices():
-    return Body(spaces.MultiDiscrete([3, 2, 4]))
+    return Body(spaces.MultiDiscrete([3, 2, 4], start=[0, -1, 5], dtype=np.int32))
 
 
 def bits():
-    return Body(spaces.MultiBinary(3))
+    return Body(spaces.MultiBinary((2, 2)))
 
 
 def box():
-    return Body(spaces.Box(np.float64([-2, 0]), np.float64([2, 5]), dtype=np.float64))
+    low, high = np.float64([[-2, 7], [-INF, 1]]), np.float64([[2, 9], [INF, INF]])
+    return Body(spaces.Box(low, high, dtype=np.float64))
+
+
+NESTED = spaces.Dict(
+    {
+        "arm": spaces.Box(-1, 1, (2,)),
+        "grip": spaces.Box(0, 3, (), np.float16),
+        "legs": spaces.Tuple([spaces.MultiBinary(2), spaces.Discrete(3, start=-1)]),
+        "toes": spaces.MultiDiscrete([[2, 3]]),
+    }
+)
 
 
 def nested():
-    return Body(
-        spaces.Dict(
-            {
-                "arm": spaces.Box(-1, 1, (2,)),
-                "legs": spaces.Tuple([spaces.MultiBinary(2), spaces.Discrete(3)]),
-            }
-        )
+    return Body(NESTED)
+
+
+class MaskedBody(Body):
+    """Rules out some values of each Discrete choice, at random."""
+
+    observation_space = spaces.Dict(
+        {
+            "noise": Body.observation_space,
+            "action_mask": spaces.Tuple(
+                [spaces.Box(0, 1, (3,), np.int8), spaces.MultiBinary(5)]
+            ),
+        }
     )
+
+    def step(self, action):
+        legs, toes = action["legs"][1] + 1, action["toes"].ravel()
+        for value, allowed in zip([legs, *toes], self.allowed, strict=True):
+            assert value in allowed, (action, self.allowed)
+        return super().step(action)
+
+    def observe(self, total):
+        toes = [[0, 1, 1, 0, 1], [1, 0, 0, 1, 0]][self.np_random.integers(2)]
+        legs = np.roll([1, 1, 0], self.np_random.integers(3))
+        flags = legs.astype(np.int8), np.int8(toes)
+        self.allowed = allowed_values(flags, category_sizes(NESTED))
+        return {"noise": super().observe(total), "action_mask": flags}
+
+
+def masked():
+    return MaskedBody(NESTED)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Action masks: what is not allowed is never chosen, and has no gradient."""
 
+import re
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -8,12 +10,17 @@ import torch
 
 import monobeast
 import polybeast
-from core.algorithm.action_masks import check_mask, mask_logits, split_mask
-from core.algorithm.distributions import ActionDistribution
+from core.action_spaces import check_mask, check_spaces, split_mask
+from core.algorithm.distributions import ActionDistribution, mask_logits
+from core.environments import check
 from core.environments.stepping import Environments
 from core.errors import ConfigError, EnvValueError
 from core.nests import map_nest
+from core.remote import env_server
+from core.running.supervise import start_thread
 from examples.tictactoe import TicTacToe
+from tests.conftest import DEADLINE_S
+from tests.trainers import bodies
 
 spaces = gym.spaces
 CHOICES = spaces.Tuple(
@@ -60,16 +67,38 @@ def test_a_mask_is_split_off_and_what_is_left_is_seen_alone():
 
 
 @pytest.mark.parametrize(
-    "mask, words",
+    "mask, action, words",
     [
-        (spaces.MultiBinary(4), "MultiBinary.4.; expected 3 zeros and ones"),
-        (spaces.Discrete(3), "Discrete.3.; expected 3 zeros and ones"),
+        (spaces.MultiBinary(4), spaces.Discrete(3), "is MultiBinary.4.; expected 3 "),
+        (spaces.Discrete(3), spaces.Discrete(3), "is Discrete.3.; expected 3 zeros"),
+        (
+            spaces.Dict({"a": spaces.MultiBinary(3)}),
+            spaces.Dict({"a": spaces.Discrete(3)}),
+            "is Dict.*; expected 3 zeros.*Tuple of such",
+        ),
+        (spaces.MultiBinary(2), spaces.Box(-1, 1, (2,)), "Discrete and MultiDiscrete"),
+        (spaces.MultiBinary(3), spaces.MultiBinary(3), "give that key another|Give"),
     ],
 )
-def test_a_mask_that_does_not_fit_is_refused(mask, words):
+def test_a_mask_that_does_not_fit_is_refused(mask, action, words):
     space = spaces.Dict({"action_mask": mask, "x": spaces.Box(0, 1, (2,))})
     with pytest.raises(ConfigError, match=words):
-        check_mask(space, spaces.Discrete(3))
+        check_spaces(space, action)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        spaces.MultiBinary(5),
+        spaces.Box(0, 1, (5,), np.int8),
+        spaces.Tuple([spaces.Box(0, 1, (3,), np.int8), spaces.MultiBinary(2)]),
+    ],
+    ids=str,
+)
+def test_a_mask_that_fits_is_taken(mask):
+    space = spaces.Dict({"action_mask": mask, "x": spaces.Box(0, 1, (2,))})
+    check_spaces(space, spaces.MultiDiscrete([3, 2]))
+    check_mask(space, spaces.Tuple([spaces.Discrete(3), spaces.Discrete(2)]))
 
 
 def test_a_mask_with_nothing_to_observe_is_refused():
@@ -101,6 +130,14 @@ def test_an_environment_that_allows_no_action_is_named():
         envs.step(np.array([4]), rows)
 
 
+def test_the_checker_obeys_masks_and_names_one_that_allows_nothing(capsys):
+    for env in ("tests.trainers.bodies:masked", "examples.tictactoe:TicTacToe"):
+        assert check.main([env, "--steps", "70"]) == 0, capsys.readouterr().out
+    assert check.main([f"{__name__}:Stuck", "--steps", "70"]) == 78
+    violation = "VIOLATION    step 1: 'observation/action_mask' allows no action"
+    assert violation in capsys.readouterr().out
+
+
 class Cut(Stuck):
     """Ends by truncation: no action is executed in the row that allows none."""
 
@@ -128,3 +165,62 @@ def test_net_plays_a_game_whose_illegal_moves_raise(trainer):
         outputs, _ = net(monobeast.as_tensors(rows))
         action = net.distribution.draw(outputs["policy_logits"])["action"]
         envs.step(action[0].numpy(), rows)
+
+
+def test_more_values_than_can_be_sampled_from_are_refused():
+    with pytest.raises(ConfigError, match="more than 16777216 values.*Wrap"):
+        ActionDistribution(spaces.MultiDiscrete([2, 2**24 + 1]))
+    check_spaces(spaces.Discrete(2), spaces.Discrete(2**24))
+
+
+def test_the_row_before_the_first_action_shows_one_of_the_space():
+    box = spaces.Box(np.float32([-1, 5, -np.inf]), np.float32([1, 6, -2]))
+    action = spaces.Tuple([box, spaces.Discrete(3, start=2), spaces.MultiBinary(2)])
+    _, rows = first_rows(lambda: bodies.Body(action))
+    first = map_nest(lambda x: x[0].tolist(), rows["last_action"])
+    assert first == ([0, 5, -2], 2, [0, 0])
+
+
+# ------------------------------------------------- where runs say what they cannot take
+
+MISFITS = {
+    "whole_numbers": (spaces.Box(0, 9, (2,), np.int64), "Box of int64"),
+    "two_flags": (spaces.Discrete(3), "expected 3 zeros and ones"),
+}
+
+
+def whole_numbers():
+    return bodies.Body(MISFITS["whole_numbers"][0])
+
+
+def two_flags():
+    env = bodies.Body(MISFITS["two_flags"][0])
+    env.observation_space = spaces.Dict(
+        {"x": env.observation_space, "action_mask": spaces.MultiBinary(2)}
+    )
+    return env
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_spaces_that_do_not_fit_are_refused_before_a_run_has_a_folder(
+    kind, tmp_path, capsys
+):
+    env = f"{__name__}:{kind}"
+    flags = ["--env", env, "--savedir", str(tmp_path / "runs"), "--xpid", "x"]
+    assert monobeast.main(flags) == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"ConfigError: '.*{MISFITS[kind][1]}", line), line
+    server = env_server.Server(globals()[kind], f"unix:{tmp_path}/s", name=env)
+    server.start()
+    thread = start_thread("server", server.run)
+    try:
+        flags = ["--server_addresses", server.address, *flags]
+        assert polybeast.main(flags) == 78
+    finally:
+        server.stop()
+        thread.result(timeout=DEADLINE_S)
+    assert capsys.readouterr().err.splitlines() == [line]
+    assert not (tmp_path / "runs").exists()
+    assert check.main([env]) == 78
+    line = line.removeprefix("ConfigError: ")
+    assert capsys.readouterr().out.splitlines()[-1] == f"not learned  {line}"

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Action spaces that a policy can act in, and masks that rule actions out.
+
+Masks: the environment observes a Dict with the key `action_mask`, as those of
+PettingZoo do: True or 1 for each value of the Discrete action that is allowed now,
+False or 0 for each that is not. Where an action has several Discrete choices
+(MultiDiscrete, or a Dict or Tuple of such spaces), the mask has the entries of all
+choices one after another, in one array or in a Tuple of arrays.
+
+The mask is a part of the row, so the learner applies the same mask as the actor did.
+`core.algorithm.distributions.mask_logits` gives each action that is not allowed the
+lowest finite logit, so that its probability is 0 in sampling, log-probabilities,
+entropy and V-trace.
+
+If an environment allows no action at all, it broke its own rules: the episode ends with
+an error (`core.environments.row_writer`). If such a row comes from a server of another
+make, all actions are equally likely.
+
+Needs numpy and gymnasium, never torch: environment machines use it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from core.errors import ConfigError
+from core.nests import Nest, leaves
+from core.rollout import leaf_spaces
+
+ACTION_MASK = "action_mask"  # Key of a Dict observation.
+MAX_CATEGORIES = 2**24  # More than this torch.multinomial does not sample from.
+
+
+def check_spaces(observation_space: gym.Space, action_space: gym.Space) -> None:
+    """Refuse actions that no policy can choose, and a mask that does not fit them.
+
+    Raises:
+      ConfigError: the message names the part of the space, and what to do.
+    """
+    check_actions(action_space)
+    check_mask(observation_space, action_space)
+
+
+def check_actions(space: gym.Space) -> None:
+    """Refuse an action space that no distribution fits.
+
+    Raises:
+      ConfigError: the message names the part of the space, and what to do.
+    """
+    parts = list(leaves(leaf_spaces(space), "action"))
+    if not parts:
+        raise ConfigError(
+            f"the action space is {space}, which has no parts: nothing is left to "
+            "choose. Wrap the environment so that it takes actions."
+        )
+    for name, part in parts:
+        if isinstance(part, gym.spaces.Box):
+            _check_box(name, part)
+        if max(category_sizes(part), default=0) > MAX_CATEGORIES:
+            raise ConfigError(
+                f"'{name}' is {part}: a policy cannot choose among more than "
+                f"{MAX_CATEGORIES} values. Wrap the environment so that it takes "
+                "MultiDiscrete (digits of the number), or a Box of floats."
+            )
+
+
+def _check_box(name: str, space: gym.spaces.Box) -> None:
+    if space.dtype.kind != "f":
+        raise ConfigError(
+            f"'{name}' is {space}: no distribution of the policy fits a Box of "
+            f"{space.dtype}. Wrap the environment so that it takes a Box of floats, or "
+            "MultiDiscrete for whole numbers, or MultiBinary for bits."
+        )
+    if not (space.low <= space.high).all():  # False for NaN, too.
+        raise ConfigError(
+            f"'{name}' is {space}: expected each lower bound to be a number no larger "
+            f"than the upper bound, got {space.low.tolist()} and "
+            f"{space.high.tolist()}. Change it with a gymnasium.ActionWrapper."
+        )
+
+
+def category_sizes(action_space: gym.Space) -> list[int]:
+    """Return how many values each Discrete choice of an action has.
+
+    One number for a Discrete leaf, one for each element of a MultiDiscrete leaf.
+    """
+    sizes: list[int] = []
+    for _, leaf in leaves(leaf_spaces(action_space)):
+        match leaf:
+            case gym.spaces.Discrete():
+                sizes.append(int(leaf.n))
+            case gym.spaces.MultiDiscrete():
+                sizes += map(int, leaf.nvec.flat)
+    return sizes
+
+
+def first_action(space: gym.Space) -> Any:
+    """Return a leaf of the `last_action` of a row that comes before the first action.
+
+    That is 0, or the value of the space that is nearest to it.
+    """
+    if isinstance(space, gym.spaces.Box):
+        return np.clip(0, space.low, space.high)
+    return getattr(space, "start", 0)
+
+
+# ---------------------------------------------------------------------------- masks
+
+
+def split_mask(observation: Any) -> tuple[Any, Any]:
+    """Return an observation, or its space, without its mask, and the mask or None.
+
+    What is left of a Dict with one other key is the value of that key, so that a
+    picture beside a mask is a picture.
+    """
+    is_space = isinstance(observation, gym.spaces.Dict)
+    parts = observation.spaces if is_space else observation
+    if not isinstance(parts, dict) or ACTION_MASK not in parts:
+        return observation, None
+    rest = {key: value for key, value in parts.items() if key != ACTION_MASK}
+    if len(rest) == 1:
+        (observation,) = rest.values()
+    else:
+        observation = gym.spaces.Dict(rest) if is_space else rest
+    return observation, parts[ACTION_MASK]
+
+
+def check_mask(observation_space: gym.Space, action_space: gym.Space) -> None:
+    """Refuse a mask that does not fit the action space.
+
+    Raises:
+      ConfigError: the message says how many entries were expected.
+    """
+    rest, mask = split_mask(observation_space)
+    if mask is None:
+        return
+    expected = sum(category_sizes(action_space))
+    if expected == 0:
+        raise ConfigError(
+            f"the observation has the key '{ACTION_MASK}', but a mask rules out values "
+            f"of Discrete and MultiDiscrete actions only, and the action space is "
+            f"{action_space}. Give that key another name."
+        )
+    parts = mask.spaces if isinstance(mask, gym.spaces.Tuple) else (mask,)
+    are_flags = all(
+        isinstance(part, gym.spaces.Box | gym.spaces.MultiBinary) for part in parts
+    )
+    if not are_flags or gym.spaces.flatdim(mask) != expected:
+        raise ConfigError(
+            f"'observation/{ACTION_MASK}' is {mask}; expected {expected} zeros and "
+            f"ones, one for each value of each Discrete choice in the action space "
+            f"{action_space}: MultiBinary({expected}), a Box of int8, or a Tuple of "
+            "such spaces. If it is no mask, give that key another name."
+        )
+    if isinstance(rest, gym.spaces.Dict) and not rest.spaces:
+        raise ConfigError(
+            f"the observation has only the key '{ACTION_MASK}'; expected something to "
+            "observe beside it."
+        )
+
+
+def allowed_values(mask: Nest, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Return which values of each Discrete choice a mask allows, counted from 0.
+
+    Args:
+      mask: of one environment: an array, or a tuple of arrays.
+      sizes: as `category_sizes` returns them.
+    """
+    flags = np.concatenate([np.ravel(part) for _, part in leaves(mask)]) != 0
+    return [np.flatnonzero(part) for part in np.split(flags, np.cumsum(sizes)[:-1])]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both programs act in a space of every kind at once, with a mask, in every mode."""
+
+import json
+
+import pytest
+import torch
+
+import monobeast
+import polybeast
+from core.remote import env_server
+from core.running.supervise import start_thread
+from tests.conftest import DEADLINE_S
+from tests.trainers import bodies
+from tools.nemesis import programs
+
+ENV = "tests.trainers.bodies:masked"
+FLAGS = [*("--batch_size", "4", "--unroll_length", "5", "--seed", "3")]
+FLAGS += ["--use_lstm", "--precision", "bfloat16", "--replay_ratio", "1"]
+FLAGS += ["--normalize_observations", "--normalize_returns", "--log_interval_s", "0"]
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    """As in the programs, which set OMP_NUM_THREADS: initial weights depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(module, *flags):
+    assert module.main([str(flag) for flag in flags]) == 0
+
+
+def play_greedily(module, folder, capsys):
+    flags = ["--mode", "test", "--savedir", folder, "--xpid", "x", "--greedy"]
+    run(module, *flags, "--num_episodes", 2)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["episodes"], result["env"]) == (2, ENV)
+
+
+def test_monobeast_acts_in_every_kind_of_space_with_the_same_bits(tmp_path, capsys):
+    flags = ["--env", ENV, "--serial", "--num_actors", 2, "--envs_per_actor", 1]
+    flags += [*FLAGS, "--savedir", tmp_path]
+    for xpid in ("x", "y"):
+        run(monobeast, *flags, "--xpid", xpid, "--total_steps", 30)
+    x, y = (tmp_path / xpid / "checkpoints" for xpid in ("x", "y"))
+    assert programs.differences(x, y) == []
+    run(monobeast, *flags, "--xpid", "x", "--total_steps", 60)  # Goes on.
+    play_greedily(monobeast, tmp_path, capsys)
+
+
+def test_polybeast_acts_in_every_kind_of_space(tmp_path, capsys):
+    address = f"unix:{tmp_path}/s"
+    server = env_server.Server(bodies.masked, address, num_envs=2, name=ENV)
+    server.start()
+    thread = start_thread("server", server.run)
+    try:
+        flags = [*FLAGS, "--server_addresses", address, "--savedir", tmp_path]
+        for total_steps in (30, 60):
+            run(polybeast, *flags, "--xpid", "x", "--total_steps", total_steps)
+    finally:
+        server.stop()
+        thread.result(timeout=DEADLINE_S)
+    # An illegal action would have ended a stream.
+    rows = (tmp_path / "x" / "logs.csv").read_text().splitlines()
+    last = dict(zip(rows[0].split(","), rows[-1].split(",")))
+    assert (last["reconnects"], last["steps_discarded"]) == ("0", "0")
+    play_greedily(polybeast, tmp_path, capsys)
