@@ -26,6 +26,7 @@ def test_two_serial_learners_are_bitwise_the_same_from_run_to_run(start, tmp_pat
     ends = []
     for name in ("a", "b"):
         flags = [*FLAGS, "--serial", "--num_actors", 4, "--total_steps", STEPS]
+        flags += ["--replay_ratio", 1, "--normalize_observations", "--use_lstm"]
         programs = start_learners(start, *flags, "--xpid", name)
         for program in programs:
             assert program.wait() == 0, program.text()

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several learners cost: the sum of the gradients, and weak scaling.
+
+    python -m benchmarks.learners --num_learners 1 2 4
+
+Each learner sleeps for --update_ms in place of an update, as one that waits for its GPU
+would, and then adds up a gradient of --parameters numbers. Without that, N learners
+would do N times the work of one; `efficiency` is the share of that which is left. The
+last line is the bandwidth of a bare TCP connection over loopback, to compare with.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+from torch import nn
+
+from core import flag_types
+from core.algorithm import learners
+from core.errors import Exit
+
+CHUNK = bytes(1 << 20)
+
+
+def main() -> int:
+    parser = flag_types.Parser(description=__doc__.splitlines()[0])
+    count = flag_types.int_at_least(1)
+    parser.add_argument("--num_learners", type=count, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--parameters", type=count, default=1_600_000)
+    parser.add_argument("--update_ms", type=flag_types.number(0), default=50.0)
+    parser.add_argument("--updates", type=count, default=100)
+    flags = parser.parse_args()
+    if "RANK" in os.environ:
+        flags.stall_timeout_s, flags.on_stall = 60.0, "stop"
+        return int(learners.train_together(measure, flags))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for n in flags.num_learners:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={n}", "-m", "benchmarks.learners"]
+        subprocess.run([*command, *sys.argv[1:]], check=True)
+    print(f"loopback: {loopback_bytes_per_s() / 1e6:,.0f} MB/s, one connection")
+    return 0
+
+
+def measure(flags: argparse.Namespace) -> Exit:
+    """Time the updates of this learner; learner 0 prints the result."""
+    others = learners.current()
+    net = nn.Linear(flags.parameters, 1, bias=False)
+    net.weight.grad = torch.ones_like(net.weight)
+    sum_s, update_s = [], []
+    for _ in range(flags.updates):
+        began = time.perf_counter()
+        time.sleep(flags.update_ms / 1000)
+        computed = time.perf_counter()
+        if others is not None:
+            net.weight.grad.fill_(1.0)
+            others.sum_gradients(net)
+            others.sum({"loss": 1.0})
+            assert net.weight.grad[0, 0] == others.size
+        sum_s.append(time.perf_counter() - computed)
+        update_s.append(time.perf_counter() - began)
+    if others is None or others.rank == 0:
+        size = 1 if others is None else others.size
+        low, mid, high = (1e3 * q for q in statistics.quantiles(sum_s, n=4))
+        print(
+            f"{size} learners: {mid:.2f} ms for the sum of {flags.parameters:,} "
+            f"gradients (quartiles {low:.2f} and {high:.2f}), efficiency "
+            f"{flags.update_ms / 1e3 / statistics.median(update_s):.1%}",
+            flush=True,
+        )
+    if others is not None:
+        others.is_over = True
+    return Exit.DONE
+
+
+def loopback_bytes_per_s(seconds: float = 1.0) -> float:
+    """Return how much one TCP connection of this machine carries."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+    received = 0
+
+    def receive() -> None:
+        nonlocal received
+        while data := peer.recv(len(CHUNK)):
+            received += len(data)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        client.sendall(CHUNK)
+    client.close()
+    thread.join()
+    peer.close()
+    return received / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
