@@ -46,6 +46,7 @@ END_S = 3.0
 # Learner 0 may need this long for its last checkpoint while the others wait.
 LAST_SAVE_S = 300.0
 STOP_S = 5.0  # For the learners to agree, in an update, on a stop that was asked for.
+SAY_WAITING_S = 30.0  # Between two warnings that another learner lets this one wait.
 ASK_S = 1.0  # Between two looks whether another learner has ended or asks to stop.
 REPORT_S = 1.0  # Learner 0 asks for the others' reports as often.
 CHECK_UPDATES = 1000  # Updates between two comparisons of the weights.
@@ -88,11 +89,11 @@ class Learners:
         self.rank, self.size = ranks.rank(), ranks.size()
         self.reports: list[Any] = []  # At learner 0: the newest ones of the others.
         self.columns: dict[str, Any] = {}  # Of the log, for this learner's reports.
-        self.waits = False  # Whether this learner waits for another one now.
+        self.waits_since = 0.0  # For another learner (time.monotonic); 0 if not now.
         self.wants_stop = False  # For the next update to agree on.
         self.is_over = False  # After the last update of all learners.
         self._stop_by = math.inf  # When to stop without an agreement; monotonic.
-        self._asked_at = 0.0
+        self._asked_at = self._said_at = 0.0
         self._store = store
         self._limit_s = limit_s
         self._last_report = 0.0
@@ -258,6 +259,10 @@ class Learners:
           LearnerLost: another learner has ended.
         """
         now = time.monotonic()
+        since = self.waits_since
+        if since and now > max(since, self._said_at) + SAY_WAITING_S:
+            self._said_at = now
+            log.warning("Waiting for another learner for %.0f s", now - since)
         is_news = has_signal and not self.wants_stop
         if is_news:
             self._tell("stop", "")
@@ -280,14 +285,13 @@ class Learners:
         Raises:
           LearnerLost: one of them has ended, or does not answer.
         """
-        began = time.monotonic()
-        self.waits = True
+        self.waits_since = began = time.monotonic()
         try:
             yield
         except RuntimeError as error:  # gloo's and NCCL's; dist.DistError is one.
             raise self._explain(error, time.monotonic() - began) from error
         finally:
-            self.waits = False
+            self.waits_since = 0.0
 
     def _explain(self, error: RuntimeError, waited_s: float) -> LearnerLost:
         """Return what to raise: which learner is missing, and why."""

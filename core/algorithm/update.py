@@ -294,8 +294,10 @@ class Learner:
         The text changes all the time while this learner waits for other learners: that
         wait has a limit of its own, and another learner's watchdog knows the reason.
         """
-        waits = self.learners is not None and self.learners.waits
-        return f"step {self.step}" + f", at {time.monotonic():.0f} s" * waits
+        text = f"step {self.step}"
+        if self.learners is not None and self.learners.waits_since:
+            text += f", at {time.monotonic():.0f} s"
+        return text
 
     @contextlib.contextmanager
     def between_updates(self, limit_s: float) -> Iterator[None]:

@@ -13,8 +13,9 @@ from core.algorithm import learners
 from core.errors import ConfigError, Exit, UsageError
 from core.nests import map_nest
 from core.rollout import Spaces
+from core.running.supervise import start_thread
 from tests.algorithm.test_normalization import ACTIONS, VECTOR, T, random_batch
-from tests.conftest import DEADLINE_S
+from tests.conftest import DEADLINE_S, wait_until
 from tests.trainers.several import bound_port, environments
 
 COLUMNS, UPDATES = 6, 3
@@ -202,6 +203,28 @@ def test_a_learner_that_does_not_answer_is_named_after_a_limit(together):
     assert errors[0].startswith(
         "LearnerLost: learner 1 of 2 did not answer within 2 s (--stall_timeout_s)"
     )
+
+
+def wait_and_say(flags, rank, size, folder):
+    others = learners.current()
+    learners.SAY_WAITING_S = 0.0
+    if rank == 0:
+        waiting = start_thread("learner", others.sum, {"x": 1.0})
+        wait_until(lambda: others.waits_since)
+        warnings = []
+        learners.log.addFilter(lambda record: warnings.append(record.getMessage()))
+        wait_until(lambda: others.check_stop(False) or warnings)
+        (folder / "0.txt").write_text(warnings[0])
+        others._tell("said", "")
+        waiting.result(DEADLINE_S)
+    else:
+        wait_until(lambda: others._read("said") is not None)
+        others.sum({"x": 1.0})
+    return Exit.DONE
+
+
+def test_a_learner_that_waits_for_another_says_so(together):
+    assert together(wait_and_say) == {0: "Waiting for another learner for 0 s"}
 
 
 def say_hello(flags, rank, size, folder):
