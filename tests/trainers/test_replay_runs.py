@@ -9,7 +9,7 @@ import pytest
 import monobeast
 from core.actors import prepare
 from core.errors import ConfigError
-from core.remote import pool
+from core.remote import messages, pool
 from core.remote.greet import complete_flags
 from tests.actors.pool import make_flags
 from tests.trainers.test_training import differences, log_rows
@@ -88,8 +88,10 @@ def test_a_serial_run_with_replay_is_exact_until_it_is_resumed(start, tmp_path):
 
 def test_servers_with_streams_of_another_size_are_refused_with_the_remedy():
     flags = SimpleNamespace(batch_size=12, replay_ratio=0.5)
+    catch = monobeast.read_spaces(make_flags("Catch"))
+    spaces = {"observation": catch.observation, "action": catch.action}
     with pytest.raises(ConfigError) as error:
-        complete_flags(flags, SimpleNamespace(num_envs=5))
+        complete_flags(flags, messages.Welcome(num_envs=5, **spaces))
     assert "rollouts in a batch is 8 (--batch_size 12, --repl" in str(error.value)
     assert "multiple of the servers' --envs_per_stream (5)" in str(error.value)
     assert "Try --batch_size 15, or" in str(error.value)  # 10 new rollouts.
