@@ -91,7 +91,7 @@ def open_run(
             stack.enter_context(contextlib.closing(actors[-1].envs))
         if is_alone:
             run.extra_state = lambda: actors_state(actors)
-        if run.found is not None and not (is_alone and "actors" in run.found.state):
+        if run.found is not None and not (is_alone and _goes_on_exactly(run.found)):
             log.warning(
                 "--serial with several learners: the environments start anew, so this "
                 "run does not go on exactly as it would have done."
@@ -110,6 +110,11 @@ def open_run(
             finally:
                 clocks.stop()  # The last checkpoint may take any time.
             run.log({})
+
+
+def _goes_on_exactly(found: Checkpoint) -> bool:
+    """Return False for a checkpoint of several learners, which holds no actors."""
+    return "actors" in found.state or not found.state["flags"].get("serial", False)
 
 
 def first_incarnation(run: Run) -> int:

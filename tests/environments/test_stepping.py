@@ -84,7 +84,7 @@ def test_check_rollout_notices_a_rollout_that_does_not_continue_the_last():
         check_rollout(rows, at(rows, 3))
 
 
-def test_first_row_is_done_with_zeros_and_the_zero_of_the_action_space():
+def test_first_row_is_done_with_zeros_and_the_first_action_of_the_space():
     class Env(CountingEnv):
         def __init__(self):
             super().__init__()
@@ -107,7 +107,7 @@ def test_first_row_is_done_with_zeros_and_the_zero_of_the_action_space():
     assert all(np.isnan(array).all() for array in rows["info"].values())
     action = rows["last_action"]
     assert action["gear"].tolist() == [-1, -1]
-    assert not action["knobs"][0].any()
+    assert action["knobs"][0].tolist() == [[1, 1]] * 2  # Nearest to zero.
     assert action["knobs"][1].tolist() == [[2, 1]] * 2
 
 

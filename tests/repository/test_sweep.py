@@ -41,7 +41,7 @@ def start_sweep(_context, tmp_path) -> Iterator[Callable[[Path], Program]]:
 
     def start(path: Path) -> Program:
         output = tmp_path / f"sweep-{len(programs)}.txt"
-        programs.append(Program(_context, "tools.sweep", [str(path)], output))
+        programs.append(Program(_context, "tools.sweep", [str(path)], output, {}))
         return programs[-1]
 
     yield start

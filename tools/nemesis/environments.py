@@ -65,8 +65,9 @@ def hang_in_python() -> None:
 
 
 def hang_in_c() -> None:
-    """Keep the GIL, as C code may."""
-    ctypes.PyDLL(None).sleep(10**6)
+    """Keep the GIL, as C code may; unlike sleep(), no signal ends this."""
+    reader, _ = os.pipe()
+    ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
 
 
 HANGS = {"python": hang_in_python, "c": hang_in_c}

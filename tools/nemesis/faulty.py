@@ -63,7 +63,8 @@ class Hanging(Catch):
         self.steps += 1
         if self.steps == 25:
             os.write(2, b"about to hang\n")
-            ctypes.PyDLL(None).sleep(10**6)
+            reader, _ = os.pipe()  # Unlike sleep(), no signal ends this.
+            ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
         return super().step(action)
 
 
