@@ -95,15 +95,6 @@ def run(capsys, *argv):
 
 
 @pytest.mark.slow
-def test_kills_pass(capsys):
-    status, line = run(capsys, "--short", "kills", "--count", "3")
-    assert (status, line["failures"]) == (0, [])
-    assert line["injected"] == {"kills": 3}
-    assert line["lives"] == 2 + 3
-    assert line["rollouts"] > 3
-
-
-@pytest.mark.slow
 def test_a_learner_that_learns_twice_and_loses_fails(capsys, monkeypatch):
     whole = Ledger.check
     times = itertools.chain([1, 1, 0, 1, 2], itertools.repeat(1))

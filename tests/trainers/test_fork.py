@@ -23,7 +23,7 @@ pytest.importorskip("minatar")
 
 ROOT = Path(__file__).parents[2]
 EDITED = {"polybeast.py": "Net", "polybeast_env.py": "create_env"}
-TRAIN = ["--xpid", "minatar", "--env", "Breakout", "--total_steps", "120_000"]
+TRAIN = ["--xpid", "minatar", "--env", "Breakout", "--total_steps", "60_000"]
 TRAIN += ["--num_servers", "1", "--envs_per_stream", "16", "--batch_size", "16"]
 TRAIN += ["--learning_rate", "0.005"]
 TEST = ["--xpid", "minatar", "--mode", "test", "--num_episodes", "10"]
@@ -102,12 +102,12 @@ def test_a_fork_runs_its_own_modules(fork):
 
 @pytest.mark.slow
 def test_a_fork_learns_minatar_and_plays_it(fork):
-    """Five seeds made 4.5 to 5.4 in training; a random player makes 0.5."""
+    """Three seeds made 4.8 to 5.4 in training; a random player makes 0.5."""
     polybeast = [sys.executable, "-m", "polybeast", "--savedir", fork / "runs"]
     said = run(*polybeast, *TRAIN, "--seed", "1", cwd=fork)
     assert "Network Sequential" in said
     with open(fork / "runs" / "minatar" / "logs.csv", newline="") as file:
-        assert float(list(csv.DictReader(file))[-1]["mean_episode_return"]) >= 3.5
+        assert float(list(csv.DictReader(file))[-1]["mean_episode_return"]) >= 3
     played = run(*polybeast, *TEST, "--seed", "1", cwd=fork)
     assert json.loads(played.splitlines()[-1])["mean_return"] >= 2  # 10 games only.
 
@@ -118,8 +118,8 @@ def test_a_fork_s_loss_has_a_flag_a_column_and_a_parameter_group(explorer):
     monobeast += ["--env", "Catch", "--xpid", "new", "--serial"]
     monobeast += ["--log_interval_s", "0"]
     monobeast += ["--learning_rate", "0.001", "--bonus", "0.5"]
-    run(*monobeast, "--total_steps", "10_000", cwd=explorer)
-    run(*monobeast, "--total_steps", "20_000", cwd=explorer)
+    run(*monobeast, "--total_steps", "4_000", cwd=explorer)
+    run(*monobeast, "--total_steps", "8_000", cwd=explorer)
     with open(explorer / "runs" / "new" / "logs.csv", newline="") as file:
         novelty = [float(row["novelty"]) for row in csv.DictReader(file)]
     assert 0 < novelty[-1] < novelty[0]

@@ -20,7 +20,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-CATCH = ["--env", "Catch", "--total_steps", 100_000, "--learning_rate", 0.001]
+CATCH = ["--env", "Catch", "--total_steps", 60_000, "--learning_rate", 0.001]
 # Only entropy keeps the answers random until the LSTM knows the cue.
 MEMORY = ["--env", "Memory", "--total_steps", 25_000, "--learning_rate", 0.001]
 MEMORY += ["--entropy_cost", 0.1]
@@ -32,7 +32,7 @@ FIRST_STEP = [
 ]
 FIRST_STEP += ["--learning_rate", 0.001, "--use_lstm"]
 # Random play has a return of 0.5, the best that does not see the ball some 3.
-BREAKOUT = ["--env", "MinAtar/Breakout-v1", "--total_steps", 200_000]
+BREAKOUT = ["--env", "MinAtar/Breakout-v1", "--total_steps", 100_000]
 BREAKOUT += ["--learning_rate", 0.002, "--entropy_cost", 0.02]
 SMALL = ["--batch_size", 8, "--epsilon", 0.001, "--seed", 1]
 MONOBEAST = ["--num_actors", 1, "--envs_per_actor", 8]
@@ -77,19 +77,16 @@ def train(start, tmp_path):
 
 
 def test_catch_is_learned_in_lock_step(train):
-    assert train(*CATCH, "--serial") >= 0.95
+    assert train(*CATCH, "--serial") >= 0.9
 
 
 def test_catch_is_learned_by_asynchronous_actors(train):
-    assert train(*CATCH, "--num_actors", 2) >= 0.95
+    assert train(*CATCH, "--num_actors", 2) >= 0.9
 
 
-def test_catch_is_learned_from_environment_servers(train):
-    assert train(*CATCH, module="polybeast") >= 0.95
-
-
-def test_catch_is_learned_in_bfloat16(train):
-    assert train(*CATCH, "--precision", "bfloat16", module="polybeast") >= 0.95
+def test_catch_is_learned_from_environment_servers_in_bfloat16(train):
+    """Memory, below, is learned from environment servers in float32."""
+    assert train(*CATCH, "--precision", "bfloat16", module="polybeast") >= 0.9
 
 
 def test_memory_is_learned_with_a_recurrent_state(train):
@@ -110,4 +107,4 @@ def test_each_episode_begins_with_a_new_recurrent_state(train):
 
 def test_minatar_breakout_is_learned(train):
     """By MonoBeast; PolyBeast learns it in `tests.trainers.test_fork`."""
-    assert train(*BREAKOUT) >= 5
+    assert train(*BREAKOUT) >= 4
