@@ -30,7 +30,12 @@ PoolOptions checked(PoolOptions options) {
             std::string(what) + " has batch_dim " + std::to_string(batch_dim) +
                 ", expected 1: rollouts are [time, batch, ...]");
   }
-  require(!options.addresses.empty(), "there are no env server addresses");
+  if (options.max_streams == 0) options.max_streams = options.addresses.size();
+  require(options.max_streams > 0, "there are no env server addresses");
+  require(options.addresses.size() <= options.max_streams,
+          "there are " + std::to_string(options.addresses.size()) +
+              " env server addresses, but max_streams is " +
+              std::to_string(options.max_streams));
   require(options.inference_keys.empty() || options.named_rows,
           "inference_keys needs named_rows");
   require(options.max_failures >= 1, "max_failures is " +
@@ -52,6 +57,8 @@ PoolOptions checked(PoolOptions options) {
 
 std::string_view name(StreamState state) {
   switch (state) {
+    case StreamState::kUnused:
+      return "unused";
     case StreamState::kWaitingToConnect:
       return "waiting_to_connect";
     case StreamState::kConnecting:
@@ -83,6 +90,9 @@ ActorPool::~ActorPool() { stop(); }
 
 void ActorPool::run() { run_->run(); }
 void ActorPool::stop() { run_->stop(); }
+size_t ActorPool::set_addresses(const std::vector<std::string>& addresses) {
+  return run_->set_addresses(addresses);
+}
 int64_t ActorPool::count() const { return run_->count(); }
 PoolStats ActorPool::stats() const { return run_->stats(); }
 std::vector<std::string> ActorPool::take_events() {

@@ -23,7 +23,9 @@ struct PoolOptions {
   int64_t unroll_length = 0;  // T, the number of agent steps in a rollout.
   std::shared_ptr<BatchingQueue> learner_queue;       // batch_dim is 1.
   std::shared_ptr<DynamicBatcher> inference_batcher;  // batch_dim is 1.
-  std::vector<std::string> addresses;                 // One per stream.
+  std::vector<std::string> addresses;  // One per stream; see set_addresses.
+  // The largest number of streams at a time. 0: as many as `addresses`.
+  size_t max_streams = 0;
   Nest initial_agent_state;                 // Of one environment: [.., 1, ...].
   bool named_rows = false;                  // Rows are dicts; otherwise tuples.
   std::vector<std::string> inference_keys;  // Empty: all keys of a row.
@@ -44,6 +46,7 @@ struct PoolOptions {
 
 // The states of a stream. actor_stream.h shows how they follow each other.
 enum class StreamState : uint8_t {
+  kUnused,               // Has no address.
   kWaitingToConnect,     // Waits for the end of its back-off.
   kConnecting,           // Waits for the network.
   kGreeting,             // Has sent a Hello; waits for the Welcome.
@@ -83,10 +86,13 @@ struct PoolStats {
   int64_t waiting_for_room = 0;  // Streams in this state now.
   int64_t slabs_open = 0;        // Learner batches that are being filled.
   double batch_fill = 0;         // Mean number of rows of an inference batch.
-  std::vector<StreamState> states;  // One per stream.
-  // One per stream: how long it has waited for its server; 0 if it does not.
-  std::vector<double> waiting_s;
-  std::vector<AddressStats> addresses;  // In the order of PoolOptions.
+  double env_s = 0;  // The sum of AddressStats::env_s, also of addresses that
+                     // have left.
+  // One entry per stream, up to max_streams:
+  std::vector<StreamState> states;
+  std::vector<double> waiting_s;  // For its server; 0 if it does not wait.
+  std::vector<std::string> stream_addresses;  // Empty: the stream is unused.
+  std::vector<AddressStats> addresses;        // In the order of the streams.
 };
 
 // Plays in the environments of servers. Opens one stream to each address, asks
@@ -122,14 +128,23 @@ struct PoolStats {
 //   stop  ends run() and returns when run() has ended. Any thread may call it,
 //         at any time and more than once, except the transport's threads.
 //         Blocks.
+//   set_addresses
+//         replaces the list of addresses, also while run() is going. An address
+//         that comes n times gets n streams. Streams whose addresses stay are
+//         not disturbed. Streams whose addresses are gone end, and their
+//         unfinished rollouts are discarded; other addresses take their places,
+//         and with them their environments' numbers, in incarnations of their
+//         own. Returns how many of the addresses, the last new ones, got no
+//         stream because there are max_streams already. After the end of run()
+//         it does nothing.
 // Any thread may call the other methods. They do not wait.
 //
-// If a server is lost, its unfinished rollouts are discarded, and its streams
-// connect again, without a limit. The same holds for a server that does not
-// answer for step_timeout_s. The run ends after a permanent failure, or after
-// max_failures failures of one stream in a row. If the stream has ever finished
-// a rollout, it may fail four times as often (as in
-// core.running.supervise.RestartBudget).
+// If a server is lost but its address is still in the list, its unfinished
+// rollouts are discarded, and its streams connect again, without a limit. The
+// same holds for a server that does not answer for step_timeout_s. The run ends
+// after a permanent failure, or after max_failures failures of one stream in a
+// row. If the stream has ever finished a rollout, it may fail four times as
+// often (as in core.running.supervise.RestartBudget).
 class ActorPool {
  public:
   // Throws std::invalid_argument.
@@ -140,6 +155,7 @@ class ActorPool {
 
   void run();
   void stop();
+  size_t set_addresses(const std::vector<std::string>& addresses);
   int64_t count() const;  // Steps received.
   PoolStats stats() const;
 

@@ -26,6 +26,14 @@ constexpr const char* kMalformed = "the server sent a malformed message: ";
 // --- The thread in PoolRun::run() --------------------------------------------
 
 void ActorStream::connect(Lock& lock) {
+  if (address_.empty()) {
+    state_ = StreamState::kUnused;
+    std::optional<Life> last = std::exchange(life_, std::nullopt);
+    lock.unlock();
+    last.reset();  // Without the lock: this calls the transport.
+    lock.lock();
+    return;
+  }
   const PoolOptions& options = run_.options_;
   const EnvSpec* const env = run_.env_.get();
   wire::Hello hello;
@@ -55,6 +63,12 @@ void ActorStream::connect(Lock& lock) {
   lock.unlock();
   stream->start(wire::hello_to_server(hello));
   lock.lock();
+  life_->started = true;
+  if (life_->closing) {  // set_addresses() has taken the address meanwhile.
+    lock.unlock();
+    stream->cancel();
+    lock.lock();
+  }
 }
 
 // Continues with the Step that waited; the state is kReceiving. If the Step
@@ -163,7 +177,8 @@ void ActorStream::on_welcome(const Segments& message, wire::Piece body) {
     if (!life_->probes_only) {
       life_->welcomed = true;
       ++run_.connects_;
-      if (incarnations_++ > 0) {
+      ++incarnations_;
+      if (std::exchange(was_connected_, true)) {
         ++run_.reconnects_;
         run_.add_event_locked(describe_locked() + ": connected again");
       }
@@ -499,6 +514,10 @@ void ActorStream::count_failure_locked(const std::string& why, bool permanent) {
 void ActorStream::finish_close_locked() {
   run_.discard_rollout_locked(life_->rollout);
   if (run_.probe_ == this) run_.probe_ = nullptr;
+  if (address_ != wanted_) {
+    set_address_locked();
+    return;
+  }
   double delay_s = 0;
   // No delay after a connection that only probed and was welcomed: that resets
   // attempts_.
@@ -511,6 +530,43 @@ void ActorStream::finish_close_locked() {
   }
   state_ = StreamState::kWaitingToConnect;
   run_.to_connect_.emplace(Clock::now() + seconds(delay_s), this);
+  run_.changed_.notify_all();
+}
+
+// --- Changes of the address
+// ---------------------------------------------------
+
+// Makes `address_` follow `wanted_`. Returns the connection that must be
+// cancelled first, if there is one; then finish_close_locked() goes on.
+std::shared_ptr<Stream> ActorStream::follow_address_locked() {
+  if (address_ == wanted_) return nullptr;
+  if (state_ == StreamState::kUnused ||
+      state_ == StreamState::kWaitingToConnect) {
+    set_address_locked();
+    return nullptr;
+  }
+  if (life_->closing) return nullptr;
+  give_up_locked();
+  // If connect() has not started the connection yet, it cancels it.
+  return life_->started ? life_->stream : nullptr;
+}
+
+// There is no connection. Lets the thread in run() connect to the new address,
+// or, if there is none, destroy the last connection.
+void ActorStream::set_address_locked() {
+  address_ = wanted_;
+  takes_newest_frames_ = !address_.starts_with("unix:");
+  was_connected_ = false;
+  attempts_ = 0;
+  failures_ = 0;
+  has_finished_ = false;
+  steps_ = 0;
+  run_.left_env_s_ += latency_.total_s();
+  latency_ = {};
+  state_ = StreamState::kWaitingToConnect;
+  std::erase_if(run_.to_connect_,
+                [this](const auto& entry) { return entry.second == this; });
+  run_.to_connect_.emplace(Clock::now(), this);
   run_.changed_.notify_all();
 }
 

@@ -25,10 +25,14 @@ namespace torchbeast {
 
 class PoolRun;
 
-// One stream of an ActorPool: a state machine. Its states are:
+// One of the max_streams streams of an ActorPool: a state machine. Its states
+// are:
+//
+//   kUnused <-> kWaitingToConnect, as set_addresses() gives and takes addresses
 //
 //   kWaitingToConnect <-------------------------------------+
-//     | the back-off is over: connect()                     |
+//     | the back-off is over, and it has an address:        |
+//     | connect()                                           |
 //     v                                                     |
 //   kConnecting                                             |
 //     | on_connected; the Hello is sent                     |
@@ -54,6 +58,9 @@ class PoolRun;
 //       back, or to kReceiving if a Step has arrived meanwhile.
 //   kStopped: run() has ended.
 //
+// PoolRun::set_addresses() sets `wanted_`. `address_` follows when there is no
+// connection: at once in kUnused and kWaitingToConnect, otherwise on_closed.
+//
 // Threads. The transport's threads call the events. The thread in run()
 // connects streams and resumes those that waited. The threads that answer the
 // inference batcher call on_answer. None of them waits for another.
@@ -71,8 +78,7 @@ class ActorStream final : public StreamEvents {
  public:
   using Lock = std::unique_lock<std::mutex>;
 
-  ActorStream(PoolRun& run, size_t index, std::string address)
-      : run_(run), index_(index), address_(std::move(address)) {}
+  ActorStream(PoolRun& run, size_t index) : run_(run), index_(index) {}
 
   // Called by the transport.
   void on_connected() override;
@@ -90,6 +96,7 @@ class ActorStream final : public StreamEvents {
     // again.
     const bool probes_only = false;
     std::shared_ptr<Stream> stream = nullptr;
+    bool started = false;   // connect() has called Stream::start.
     bool welcomed = false;  // A Welcome has come, and the stream has not ended.
     bool closing = false;  // The pool has given the stream up. Ignore messages.
     bool closed = false;   // on_closed has come.
@@ -108,6 +115,7 @@ class ActorStream final : public StreamEvents {
   };
 
   // Called by the thread in PoolRun::run(). Both release the lock meanwhile.
+  // Without an address, connect() only destroys the last connection.
   void connect(Lock& lock);
   void resume(Lock& lock);
 
@@ -131,6 +139,10 @@ class ActorStream final : public StreamEvents {
   void give_up_locked();
   void finish_close_locked();
 
+  // Changes of the address.
+  std::shared_ptr<Stream> follow_address_locked();
+  void set_address_locked();
+
   bool has_owner_locked() const;
   void finish_move_locked();
   std::string describe_locked() const;
@@ -138,16 +150,21 @@ class ActorStream final : public StreamEvents {
 
   PoolRun& run_;
   const size_t index_;
-  const std::string address_;
+  StreamState state_ = StreamState::kUnused;
+  std::string wanted_;  // The address that it shall have. Empty: none.
+  // The address that it has. Does not change while there is a connection, so
+  // the callbacks of the connection read it without the lock. All members below
+  // but incarnations_ and life_ begin anew with another address.
+  std::string address_;
   // To find out which frames are new costs a server more than to copy all of
   // them to a unix socket.
-  const bool takes_newest_frames_ = !address_.starts_with("unix:");
+  bool takes_newest_frames_ = false;
 
-  StreamState state_ = StreamState::kWaitingToConnect;
-  uint64_t incarnations_ = 0;  // Connections that were welcomed.
-  int attempts_ = 0;           // Attempts to connect since the last step.
-  int failures_ = 0;           // Failures since the last finished rollout.
-  bool has_finished_ = false;  // Whether it has ever finished a rollout.
+  uint64_t incarnations_ = 0;   // Connections that were welcomed.
+  bool was_connected_ = false;  // Whether this server has ever welcomed it.
+  int attempts_ = 0;            // Attempts to connect since the last step.
+  int failures_ = 0;            // Failures since the last finished rollout.
+  bool has_finished_ = false;   // Whether it has ever finished a rollout.
   int64_t steps_ = 0;
   Histogram latency_;
 

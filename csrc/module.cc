@@ -108,13 +108,14 @@ std::shared_ptr<ActorPool> make_actor_pool(
     uint64_t seed, std::string run_id, uint64_t first_incarnation,
     int max_failures, double step_timeout_s, double keepalive_s,
     int num_threads, std::optional<PemFiles> tls,
-    const std::vector<PyValueRange>& value_ranges) {
+    const std::vector<PyValueRange>& value_ranges, size_t max_streams) {
   for (const auto& address : env_server_addresses) check_address(address);
   PoolOptions options;
   options.unroll_length = unroll_length;
   options.learner_queue = std::move(learner_queue);
   options.inference_batcher = std::move(inference_batcher);
   options.addresses = std::move(env_server_addresses);
+  options.max_streams = max_streams;
   options.initial_agent_state = to_nest(initial_agent_state);
   options.named_rows = named_rows;
   options.inference_keys = std::move(inference_keys);
@@ -165,8 +166,10 @@ py::dict to_python(const PoolStats& stats) {
   result["waiting_for_room"] = stats.waiting_for_room;
   result["slabs_open"] = stats.slabs_open;
   result["batch_fill"] = stats.batch_fill;
+  result["env_s"] = stats.env_s;
   result["states"] = states;
   result["waiting_s"] = stats.waiting_s;
+  result["stream_addresses"] = stats.stream_addresses;
   result["addresses"] = by_address;
   return result;
 }
@@ -319,7 +322,7 @@ void bind_actor_pool(py::module_& m) {
            py::arg("max_failures") = 5, py::arg("step_timeout_s") = 0.0,
            py::arg("keepalive_s") = kDefaultKeepaliveS,
            py::arg("num_threads") = 1, py::arg("tls") = py::none(),
-           py::arg("value_ranges") = py::tuple())
+           py::arg("value_ranges") = py::tuple(), py::arg("max_streams") = 0)
       .def(
           "run",  // Blocks.
           [](const Pool& self) { call_without_gil([&] { self->run(); }); },
@@ -328,6 +331,14 @@ void bind_actor_pool(py::module_& m) {
           "stop",  // Blocks.
           [](const Pool& self) { call_without_gil([&] { self->stop(); }); },
           "End run(). Blocks until it has ended.")
+      .def(
+          "set_addresses",
+          [](const Pool& self, const std::vector<std::string>& addresses) {
+            for (const auto& address : addresses) check_address(address);
+            return without_gil([&] { return self->set_addresses(addresses); });
+          },
+          py::arg("env_server_addresses"),
+          "Replace the list of addresses. Does not block.")
       .def("count", &ActorPool::count, "Steps received. Does not block.")
       .def(
           "stats",

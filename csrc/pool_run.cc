@@ -37,11 +37,10 @@ PoolRun::PoolRun(PoolOptions options, std::unique_ptr<Transport> transport)
       transport_(std::move(transport)),
       dequeued_before_(options_.learner_queue->dequeued()),
       dropped_before_(options_.learner_queue->dropped()) {
-  for (const std::string& address : options_.addresses) {
-    streams_.push_back(
-        std::make_unique<ActorStream>(*this, streams_.size(), address));
-    to_connect_.emplace(Clock::time_point::min(), streams_.back().get());
+  for (size_t i = 0; i < options_.max_streams; ++i) {
+    streams_.push_back(std::make_unique<ActorStream>(*this, i));
   }
+  set_addresses(options_.addresses);
 }
 
 // --- The thread in run() -----------------------------------------------------
@@ -88,6 +87,63 @@ void PoolRun::stop() {
   stopping_ = true;
   changed_.notify_all();
   changed_.wait(lock, [&] { return !running_; });
+}
+
+size_t PoolRun::set_addresses(const std::vector<std::string>& addresses) {
+  std::vector<std::shared_ptr<Stream>> to_cancel;
+  size_t left_out = 0;
+  {
+    std::lock_guard lock(mu_);
+    if (stopping_) return 0;
+    left_out = assign_addresses_locked(addresses);
+    num_wanted_ = addresses.size() - left_out;
+    if (slabs_) slabs_->set_num_streams_locked(num_wanted_);
+    for (const auto& stream : streams_) {
+      if (auto to_end = stream->follow_address_locked()) {
+        to_cancel.push_back(std::move(to_end));
+      }
+    }
+  }
+  for (const auto& stream : to_cancel) {
+    stream->cancel();  // on_closed will follow.
+  }
+  return left_out;
+}
+
+// Sets the address that each stream shall have. Returns how many addresses got
+// no stream.
+size_t PoolRun::assign_addresses_locked(
+    const std::vector<std::string>& addresses) {
+  std::map<std::string, std::deque<ActorStream*>> present;
+  for (const auto& stream : streams_) {
+    if (!stream->wanted_.empty()) {
+      present[stream->wanted_].push_back(stream.get());
+    }
+  }
+  std::deque<std::string> added;
+  for (const std::string& address : addresses) {
+    std::deque<ActorStream*>& streams = present[address];
+    if (streams.empty()) {
+      added.push_back(address);
+    } else {
+      streams.pop_front();  // This stream stays.
+    }
+  }
+  for (const auto& [address, streams] : present) {
+    for (ActorStream* const stream : streams) stream->wanted_.clear();
+  }
+  // First the streams that need not end before.
+  for (const bool is_unused : {true, false}) {
+    for (const auto& stream : streams_) {
+      if (added.empty()) return 0;
+      if (!stream->wanted_.empty() || stream->address_.empty() != is_unused) {
+        continue;
+      }
+      stream->wanted_ = std::move(added.front());
+      added.pop_front();
+    }
+  }
+  return added.size();
 }
 
 void PoolRun::work() {
@@ -165,7 +221,7 @@ ActorStream* PoolRun::next_to_connect_locked() {
   if (first->first > Clock::now()) return nullptr;
   ActorStream* const stream = first->second;
   to_connect_.erase(first);
-  if (!env_) probe_ = stream;
+  if (!env_ && !stream->address_.empty()) probe_ = stream;
   return stream;
 }
 
@@ -226,9 +282,8 @@ bool PoolRun::has_room_locked(size_t others) const {
 
 void PoolRun::set_env_locked(std::unique_ptr<const EnvSpec> env) {
   env_ = std::move(env);
-  slabs_ =
-      std::make_unique<Slabs>(*env_, options_.unroll_length, streams_.size(),
-                              options_.learner_queue->buffers());
+  slabs_ = std::make_unique<Slabs>(*env_, options_.unroll_length, num_wanted_,
+                                   options_.learner_queue->buffers());
   probe_ = nullptr;
   changed_.notify_all();
 }
@@ -353,7 +408,12 @@ PoolStats PoolRun::stats() const {
   stats.in_flight = in_slabs_ + enqueued_ - stats.dequeued - dropped;
 
   const auto now = Clock::now();
+  stats.env_s = left_env_s_;
   for (const auto& stream : streams_) {
+    stats.states.push_back(stream->state_);
+    stats.waiting_s.push_back(stream->waiting_s_locked(now));
+    stats.stream_addresses.push_back(stream->address_);
+    if (stream->address_.empty()) continue;
     const auto [found, is_new] =
         by_address.emplace(stream->address_, stats.addresses.size());
     if (is_new) {
@@ -367,13 +427,12 @@ PoolStats PoolRun::stats() const {
     address.steps += stream->steps_;
     latencies[found->second].add(stream->latency_);
     stats.connected += connected;
-    stats.states.push_back(stream->state_);
-    stats.waiting_s.push_back(stream->waiting_s_locked(now));
   }
   for (size_t i = 0; i < latencies.size(); ++i) {
     stats.addresses[i].p50_ms = latencies[i].quantile_ms(0.50);
     stats.addresses[i].p99_ms = latencies[i].quantile_ms(0.99);
     stats.addresses[i].env_s = latencies[i].total_s();
+    stats.env_s += stats.addresses[i].env_s;
   }
   return stats;
 }

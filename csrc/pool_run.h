@@ -39,6 +39,7 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
 
   void run();
   void stop();
+  size_t set_addresses(const std::vector<std::string>& addresses);
   int64_t count() const;
   PoolStats stats() const;
   std::vector<std::string> take_events();
@@ -54,6 +55,9 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   void give_up_unresponsive_locked(Lock& lock);
   void tear_down();
   void wake_run();
+
+  // Called by set_addresses.
+  size_t assign_addresses_locked(const std::vector<std::string>& addresses);
 
   // Called by the streams.
   bool has_ended_locked() const;
@@ -72,7 +76,8 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   // For the agent's answers. Not the learner queue's, which may need the GIL.
   const std::shared_ptr<BufferPool> buffers_ = BufferPool::create();
   const std::unique_ptr<Transport> transport_;
-  std::vector<std::unique_ptr<ActorStream>> streams_;  // Never changes.
+  // One for each of max_streams. The vector never changes.
+  std::vector<std::unique_ptr<ActorStream>> streams_;
   // The counts of the learner queue when this pool was made.
   const int64_t dequeued_before_;
   const int64_t dropped_before_;
@@ -94,6 +99,10 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   // Until the first Welcome says K, one stream at a time may connect: this one.
   ActorStream* probe_ = nullptr;
 
+  size_t num_wanted_ = 0;  // Streams that shall have an address.
+
+  // In kWaitingToConnect, by the time at which the thread in run() shall call
+  // connect().
   std::multimap<Clock::time_point, ActorStream*> to_connect_;
   std::deque<ActorStream*> to_resume_;  // In kReceiving, with a held Step.
   std::deque<ActorStream*> waiting_for_room_;
@@ -105,6 +114,7 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   int64_t connects_ = 0;
   int64_t reconnects_ = 0;
   int64_t failures_ = 0;
+  double left_env_s_ = 0;  // AddressStats::env_s of addresses that have left.
   // Agent steps:
   int64_t received_ = 0;
   int64_t in_slabs_ = 0;   // Of rollouts in slabs, finished or not.

@@ -123,6 +123,10 @@ class Slabs {
   void move(const Move& move, const AgentSpec& agent) const;
   void finish_moves_locked(const std::vector<Move>& moves);
 
+  // How many streams there are, of which plan_moves_locked() expects rollouts.
+  void set_num_streams_locked(size_t num_streams) {
+    num_streams_ = num_streams;
+  }
   size_t size_locked() const { return slabs_.size(); }
   int64_t num_finished_locked() const;  // Rollouts.
   // Removes and returns all slabs.
@@ -131,7 +135,7 @@ class Slabs {
  private:
   const EnvSpec& env_;
   const int64_t unroll_length_;
-  const size_t num_streams_;
+  size_t num_streams_;  // Guarded by the lock.
   const std::shared_ptr<BufferPool> buffers_;
   std::vector<std::unique_ptr<Slab>> slabs_;  // Guarded by the lock. By serial.
   uint64_t next_serial_ = 0;                  // Guarded by the lock.

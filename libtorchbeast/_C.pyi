@@ -189,7 +189,7 @@ class ActorPool:
     Args:
       unroll_length: steps of a rollout, T.
       env_server_addresses: "unix:/path" or "host:port" of each stream; an address may
-        come several times.
+        come several times. `set_addresses` replaces them.
       initial_agent_state: nest of arrays `[.., 1, ...]` of one environment; () for a
         model without memory.
       named_rows: env_rows is a dict of all that the server sends. Otherwise it is the
@@ -212,6 +212,8 @@ class ActorPool:
         lie in a range, such as (("observation", "direction"), [0], [3]): the least and
         the greatest of one environment's numbers. A server that sends another value
         loses its stream.
+      max_streams: the largest number of streams at a time. 0: as many as there are
+        env_server_addresses.
 
     Raises:
       TypeError, ValueError: an argument does not make sense.
@@ -239,6 +241,7 @@ class ActorPool:
         value_ranges: Sequence[
             tuple[Sequence[str | int], Sequence[int], Sequence[int]]
         ] = (),
+        max_streams: int = 0,
     ) -> None: ...
     def run(self) -> None:
         """Play until `stop()`, or until a queue is closed. Blocks. Once only.
@@ -258,6 +261,20 @@ class ActorPool:
         """
     def stop(self) -> None:
         """End `run()`. Blocks until it has ended. May be called again."""
+    def set_addresses(self, env_server_addresses: Sequence[str]) -> int:
+        """Replace the list of addresses, also during `run()`. Does not block.
+
+        An address that comes n times gets n streams. Streams whose addresses stay are
+        not disturbed. Streams whose addresses are gone end: their unfinished rollouts
+        are discarded, and other addresses take their places, with the same numbers of
+        environments in new incarnations.
+
+        Returns how many of the addresses, the last new ones, got no stream because
+        there are max_streams already.
+
+        Raises:
+          ValueError: an address is neither "unix:/path" nor "host:port".
+        """
     def count(self) -> int:
         """Return the agent steps received so far."""
     def stats(self) -> dict[str, Any]:
@@ -272,8 +289,10 @@ class ActorPool:
           waiting_for_room: streams that wait for the learner.
           slabs_open: learner batches being filled.
           batch_fill: mean number of environments in an inference batch so far.
-          states: what each stream is doing.
+          env_s: the sum of env_s over all addresses, also those that have left.
+          states: what each of max_streams streams is doing.
           waiting_s: how long each stream has been waiting for its server, else 0.
+          stream_addresses: the address of each stream; "" if it is unused.
           addresses: by address: streams, connected, steps, and of the time from an
             action sent to its step received p50_ms, p99_ms and env_s, the sum.
         """

@@ -311,6 +311,16 @@ TEST(options_are_checked) {
                make([](PoolOptions& o) { o.inference_batcher.reset(); }));
   CHECK_THROWS(std::invalid_argument, "no env server addresses",
                make([](PoolOptions& o) { o.addresses.clear(); }));
+  make([](PoolOptions& o) {
+    o.addresses.clear();
+    o.max_streams = 1;
+  });
+  CHECK_THROWS(std::invalid_argument,
+               "there are 2 env server addresses, but max_streams is 1",
+               make([](PoolOptions& o) {
+                 o.addresses = {"a", "b"};
+                 o.max_streams = 1;
+               }));
   CHECK_THROWS(std::invalid_argument, "max_failures is 0",
                make([](PoolOptions& o) { o.max_failures = 0; }));
   CHECK_THROWS(std::invalid_argument, "first_backoff_s is -1",

@@ -448,6 +448,8 @@ class Network {
     return dialled_.size();
   }
 
+  std::atomic<int> num_streams{0};  // Stream objects that exist.
+
   std::vector<ConnectionPtr> connections() const {  // So far.
     std::lock_guard lock(mu_);
     return connections_;
@@ -482,8 +484,13 @@ class Network {
 class Stream final : public torchbeast::Stream {
  public:
   Stream(std::shared_ptr<Network> network, ConnectionPtr connection)
-      : network_(std::move(network)), connection_(std::move(connection)) {}
-  ~Stream() override { connection_->close("dropped"); }
+      : network_(std::move(network)), connection_(std::move(connection)) {
+    ++network_->num_streams;
+  }
+  ~Stream() override {
+    connection_->close("dropped");
+    --network_->num_streams;
+  }
 
   void start(std::string message) override {
     server_ = network_->dial(connection_);

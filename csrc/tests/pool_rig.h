@@ -195,6 +195,7 @@ inline bool is_balanced(const PoolStats& stats) {
 
 struct RigOptions {
   std::vector<std::string> addresses = {"a"};
+  size_t max_streams = 0;
   std::optional<int64_t> maximum_queue_size;
   int64_t minimum_batch_size = kC;
   bool named_rows = false;
@@ -219,6 +220,7 @@ struct Rig {
     pool_options.learner_queue = queue;
     pool_options.inference_batcher = batcher;
     pool_options.addresses = options.addresses;
+    pool_options.max_streams = options.max_streams;
     pool_options.initial_agent_state = initial_state();
     pool_options.named_rows = options.named_rows;
     pool_options.inference_keys = options.inference_keys;
