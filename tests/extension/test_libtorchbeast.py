@@ -654,6 +654,8 @@ def test_pool_refuses_arguments_without_sense():
         ActorPool(0, queue, batcher, [NO_SERVER], ())
     with pytest.raises(ValueError):
         ActorPool(3, queue, batcher, ["no address"], ())
+    with pytest.raises(ValueError, match="max_streams is 1"):
+        ActorPool(3, queue, batcher, [NO_SERVER] * 2, (), max_streams=1)
 
 
 def test_pool_that_never_ran_has_played_nothing():
@@ -663,6 +665,20 @@ def test_pool_that_never_ran_has_played_nothing():
     assert stats["received"] == stats["dequeued"] == stats["in_flight"] == 0
     assert list(stats["addresses"]) == [NO_SERVER]
     assert pool.take_events() == []
+    pool.stop()
+
+
+def test_the_addresses_of_a_pool_are_replaced():
+    queue, batcher = BatchingQueue(), DynamicBatcher()
+    pool = ActorPool(3, queue, batcher, [], (), max_streams=2)
+    assert pool.stats()["states"] == ["unused"] * 2
+    assert pool.set_addresses(["a:1", "b:1", "c:1"]) == 1
+    assert pool.stats()["stream_addresses"] == ["a:1", "b:1"]
+    assert pool.set_addresses(["c:1", "b:1"]) == 0
+    assert list(pool.stats()["addresses"]) == ["c:1", "b:1"]
+    with pytest.raises(ValueError, match="neither unix:PATH nor HOST:PORT"):
+        pool.set_addresses(["a:1", "d"])
+    assert list(pool.stats()["addresses"]) == ["c:1", "b:1"]
     pool.stop()
 
 
