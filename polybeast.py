@@ -85,6 +85,7 @@ from core.nests import ArraySpec, Nest, map_nest
 from core.remote import messages, pool, server_flags
 from core.remote.greet import complete_flags, greet, warn_if_insecure
 from core.remote.local_servers import LocalServers
+from core.remote.server_lists import ServerList
 from core.rollout import Spaces, new_rollouts
 from core.running import common_flags, compute, evaluation, folder, log_setup
 from core.running.compute import explain_out_of_memory, set_torch_threads
@@ -133,14 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     common_flags.add_environment_flags(parser)
 
     servers = parser.add_argument_group("environment servers")
-    servers.add_argument(
-        "--server_addresses",
-        type=server_flags.addresses,
-        metavar="ADDRESSES",
-        help="servers that run already, as a comma list: host:port, host:4431-4446, "
-        "unix:/path, unix:/path.0-15. Default: this program starts its own servers on "
-        "this machine",
-    )
+    server_flags.add_address_flags(servers)
     server_flags.add_server_flags(servers)
     servers.add_argument(
         "--num_actors",
@@ -500,9 +494,7 @@ def train(flags: argparse.Namespace) -> Exit:
         stack.enter_context(log_setup.setup_logging(None))
         stop = stack.enter_context(StopSignal())
         warn_if_insecure(flags)
-        servers = None
-        if flags.server_addresses is None:
-            servers = stack.enter_context(LocalServers(flags))
+        servers = stack.enter_context(pool.open_servers(flags))
         welcome = greet(flags, servers, stop)
         if welcome is None or stop.received is not None:
             return Exit.STOPPED  # There is nothing to save yet.
@@ -512,7 +504,7 @@ def train(flags: argparse.Namespace) -> Exit:
 
 def train_with(
     flags: argparse.Namespace,
-    servers: LocalServers | None,
+    servers: LocalServers | ServerList,
     welcome: messages.Welcome,
     stop: StopSignal,
 ) -> Exit:
@@ -526,8 +518,8 @@ def train_with(
         run.resume()
         devices = f"learning on {flags.learner_device}, acting on {flags.actor_device}"
         run.describe(welcome.env, spaces, devices=devices)
-        addresses = pool.stream_addresses(flags, servers, welcome)
-        num_envs = len(addresses) * welcome.num_envs
+        max_streams = pool.max_streams(flags, servers, welcome)
+        num_envs = max_streams * welcome.num_envs
         outputs = {**net_outputs(spaces), **learner.net.distribution.columns}
         pool.check_memory(flags, spaces, outputs, num_envs)
         if run.has_nothing_to_do():
@@ -542,13 +534,13 @@ def train_with(
             ],
         )
         with run.open():
-            train_async(run, servers, addresses, welcome, run_id)
+            train_async(run, servers, max_streams, welcome, run_id)
         return run.end()
 
 
 def create_pool(
     flags: argparse.Namespace,
-    addresses: Sequence[str],
+    max_streams: int,
     welcome: messages.Welcome,
     state: Any,
     **start: Any,
@@ -558,7 +550,7 @@ def create_pool(
     """Create the learner's queue, the inference batcher, and the actors between them.
 
     Args:
-      addresses: of each stream.
+      max_streams: how many streams to servers there may be at a time.
       state: the recurrent state of one environment at the start of an episode.
       start: what the servers are told about this start of the run.
     """
@@ -586,7 +578,8 @@ def create_pool(
         unroll_length=flags.unroll_length,
         learner_queue=learner_queue,
         inference_batcher=inference_batcher,
-        env_server_addresses=addresses,
+        env_server_addresses=(),  # PoolWatch sets them, as servers come and go.
+        max_streams=max_streams,
         initial_agent_state=state,
         named_rows=True,
         inference_keys=NET_INPUTS,
@@ -598,8 +591,8 @@ def create_pool(
 
 def train_async(
     run: Run,
-    servers: LocalServers | None,
-    addresses: Sequence[str],
+    servers: LocalServers | ServerList,
+    max_streams: int,
     welcome: messages.Welcome,
     run_id: str,
 ) -> None:
@@ -607,7 +600,7 @@ def train_async(
     flags, learner = run.flags, run.learner
     learner_queue, inference_batcher, actors = create_pool(
         flags,
-        addresses,
+        max_streams,
         welcome,
         learner.net.initial_state(batch_size=1),
         run_id=f"{flags.xpid} ({run_id})",
@@ -616,7 +609,9 @@ def train_async(
     replay = create_replay(flags, learner.updates)
     weights = Weights(learner.net, flags.actor_device)
     weights.publish(learner.net, learner.updates)
-    watch = pool.PoolWatch(flags, learner, actors, learner_queue, addresses, servers)
+    watch = pool.PoolWatch(
+        flags, learner, actors, learner_queue, welcome.num_streams, servers
+    )
     threads: dict[str, concurrent.futures.Future] = {}
 
     def start(name: str, *call: Any) -> None:

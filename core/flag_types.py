@@ -7,6 +7,7 @@ import difflib
 import math
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ ONLY_IN = {
         "keepalive_s",
         "learner_device",
         "max_learner_queue_size",
+        "max_streams",
         "num_inference_threads",
         "num_servers",
         "pipes_basename",
@@ -110,16 +112,17 @@ class Parser(argparse.ArgumentParser):
     """Reports errors in one line, which ends with where to find help.
 
     `@file` stands for the flags in a file, written as on a command line; # begins a
-    comment. Flags after it win.
+    comment. Flags after it win. After --server_addresses, `@file` is its value.
     """
 
     def __init__(self, **kwargs: Any):
         super().__init__(fromfile_prefix_chars="@", **kwargs)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
+        return _keep_address_files(shlex.split(arg_line, comments=True))
 
     def parse_args(self, args=None, namespace=None):
+        args = _keep_address_files(sys.argv[1:] if args is None else args)
         flags, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown[0].partition("=")[0]))
@@ -140,6 +143,17 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(flag.lstrip("-"), known, n=1)
         did_you_mean = "".join(f". Did you mean --{name}?" for name in near)
         return f"there is no flag {flag}{did_you_mean}"
+
+
+def _keep_address_files(args: Sequence[str]) -> list[str]:
+    """Join `--server_addresses @file` with a =, so that argparse does not read it."""
+    result: list[str] = []
+    for arg in map(str, args):
+        if arg.startswith("@") and result and result[-1] == "--server_addresses":
+            result[-1] += f"={arg}"
+        else:
+            result.append(arg)
+    return result
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -18,7 +18,7 @@ from typing import Any
 
 # Shares of these are rounded up; the numbers above them must be multiples.
 MULTIPLES = ("batch_size", "num_actors", "num_servers")
-LIMITS = ("num_buffers", "max_learner_queue_size", "replay_capacity")
+LIMITS = ("num_buffers", "max_learner_queue_size", "replay_capacity", "max_streams")
 # What only learner 0 does.
 OUTPUTS = ("wandb", "write_profiler_trace")
 
@@ -77,7 +77,9 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
     for name in LIMITS:
         if (value := getattr(flags, name, None)) is not None:
             setattr(flags, name, math.ceil(value / n))
-    if (addresses := getattr(flags, "server_addresses", None)) is not None:
+    addresses = getattr(flags, "server_addresses", None)
+    # Lists that change are divided where they are read, core.remote.server_lists.
+    if addresses and not any(a.startswith(("dns:", "file:")) for a in addresses):
         if len(addresses) < n:
             parser.error(
                 f"--server_addresses has {len(addresses)} servers but there are {n} "

@@ -52,6 +52,13 @@ bool is_unix(const std::string& address) {
   return address.starts_with("unix:");
 }
 
+// Splits "HOST:PORT#NAME" into "HOST:PORT" and "NAME", which may be empty.
+std::pair<std::string, std::string> split_name(const std::string& address) {
+  const size_t end = is_unix(address) ? std::string::npos : address.find('#');
+  if (end == std::string::npos) return {address, ""};
+  return {address.substr(0, end), address.substr(end + 1)};
+}
+
 std::shared_ptr<grpc::ChannelCredentials> make_credentials(
     const std::string& address, const std::optional<Tls>& tls) {
   if (!tls || is_unix(address)) return grpc::InsecureChannelCredentials();
@@ -87,8 +94,9 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
   args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // Environment servers are in the same network.
   args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  return grpc::CreateCustomChannel(address, make_credentials(address, tls),
-                                   args);
+  const auto [target, name] = split_name(address);
+  if (!name.empty()) args.SetSslTargetNameOverride(name);
+  return grpc::CreateCustomChannel(target, make_credentials(target, tls), args);
 }
 
 grpc::ByteBuffer to_buffer(const std::string& message) {
@@ -456,9 +464,10 @@ void check_address(const std::string& address) {
     }
     return;
   }
-  const size_t colon = address.rfind(':');
+  const std::string target = split_name(address).first;
+  const size_t colon = target.rfind(':');
   const std::string port =
-      colon == std::string::npos ? "" : address.substr(colon + 1);
+      colon == std::string::npos ? "" : target.substr(colon + 1);
   const bool digits = !port.empty() && port.size() <= 5 &&
                       port.find_first_not_of("0123456789") == std::string::npos;
   if (colon == 0 || !digits || std::stoi(port) < 1 || std::stoi(port) > 65535) {

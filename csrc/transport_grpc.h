@@ -17,6 +17,8 @@ inline constexpr double kDefaultKeepaliveS = 10;
 
 // Throws std::invalid_argument, saying what is wrong, unless `address` is
 // "unix:PATH", with a path that a socket can have, or "HOST:PORT".
+// "HOST:PORT#NAME" is a server at HOST:PORT whose certificate has the name
+// NAME.
 void check_address(const std::string& address);
 
 // Keys and certificates for TLS, as the contents of PEM files. Both sides prove

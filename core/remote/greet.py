@@ -8,6 +8,7 @@ import argparse
 import collections
 import itertools
 import logging
+import re
 import time
 
 import libtorchbeast
@@ -16,6 +17,7 @@ from core.errors import ConfigError
 from core.remote import codec, messages, tls
 from core.remote.local_servers import LocalServers
 from core.remote.server_flags import describe_new
+from core.remote.server_lists import ServerList
 from core.rollout import new_rollouts
 from core.running import common_flags
 from core.running.signals import StopSignal
@@ -24,43 +26,53 @@ log = logging.getLogger(__name__)
 
 DESCRIBE_S = 2.0  # Time limit of one request; the next server is asked after that.
 MAX_REFUSALS = 5  # In a row, of our certificate by one server, that end the program.
+EMPTY_S = 0.2  # Between two looks at a list without servers.
 SAY_WAITING_S = 10.0  # Between two log lines while no server answers.
 
 
 def greet(
-    flags: argparse.Namespace, servers: LocalServers | None, stop: StopSignal
+    flags: argparse.Namespace, servers: LocalServers | ServerList, stop: StopSignal
 ) -> messages.Welcome | None:
     """Ask one server after another what it serves, until one answers.
 
-    Servers of --server_addresses may start as late as they like. Returns None after a
-    signal to stop.
-
-    Args:
-      servers: the servers that this program has started, if any.
+    Servers of --server_addresses may start as late as they like, and a list of them may
+    be empty for as long. Returns None after a signal to stop.
 
     Raises:
       ConfigError: the servers cannot serve, or cannot serve this learner, or a
-        certificate is wrong.
+        certificate is wrong; or a name could not be resolved for --stall_timeout_s.
       TimeoutError: local servers did not answer within --stall_timeout_s.
     """
     began = say_at = time.monotonic()
-    if servers is None:
-        addresses = flags.server_addresses
-    else:
-        addresses = servers.addresses
+    if servers.is_local:
         say_at += SAY_WAITING_S  # The log lines of local servers come first.
     pem_files = tls.read(flags.tls_dir, is_server=False)
     refusals: collections.Counter[str] = collections.Counter()
-    for address in itertools.cycle(addresses):
+    for attempt in itertools.count():
         if stop.received is not None:
             return None
-        if servers is not None:
-            servers.check()
-            if time.monotonic() - began > flags.stall_timeout_s:
-                raise TimeoutError(
-                    f"no environment server was ready within {flags.stall_timeout_s:g} "
-                    "s (--stall_timeout_s). Does the environment start by itself?"
+        servers.check()
+        is_late = time.monotonic() - began > flags.stall_timeout_s
+        if servers.is_local and is_late:
+            raise TimeoutError(
+                f"no environment server was ready within {flags.stall_timeout_s:g} "
+                "s (--stall_timeout_s). Does the environment start by itself?"
+            )
+        addresses = servers.addresses
+        if not addresses:
+            assert isinstance(servers, ServerList)
+            why = servers.problem()
+            if is_late and "cannot resolve" in why:
+                raise ConfigError(
+                    f"{why}. So it has been for {flags.stall_timeout_s:g} s "
+                    "(--stall_timeout_s). Is the name right?"
                 )
+            if time.monotonic() > say_at:
+                say_at = time.monotonic() + SAY_WAITING_S
+                log.info("Waiting for an environment server: %s", why)
+            time.sleep(EMPTY_S)
+            continue
+        address = addresses[attempt % len(addresses)]
         try:
             raw = libtorchbeast.describe(
                 address, info_keys=flags.info_keys, timeout_s=DESCRIBE_S, tls=pem_files
@@ -80,7 +92,7 @@ def greet(
             raise ConfigError(f"{error}; {reason}" if reason else str(error)) from error
         except messages.WireError as error:
             raise ConfigError(f"{address}: {error}") from error
-    raise AssertionError("no addresses")
+    raise AssertionError("the loop has no end")
 
 
 def add_tls_reason(text: str, flags: argparse.Namespace) -> str:
@@ -89,10 +101,10 @@ def add_tls_reason(text: str, flags: argparse.Namespace) -> str:
     Args:
       text: begins with the server's address.
     """
-    for address in flags.server_addresses or ():
-        if text.startswith(f"{address} "):
-            reason = tls.diagnose(address, flags.tls_dir)
-            return f"{text}; {reason}" if reason else text
+    address = text.partition(" ")[0]
+    if flags.server_addresses and re.fullmatch(r".+:\d+(#.*)?", address):
+        reason = tls.diagnose(address, flags.tls_dir)
+        return f"{text}; {reason}" if reason else text
     return text
 
 

@@ -37,6 +37,9 @@ class LocalServers:
     sockets are in a private folder, or where --pipes_basename says. A context manager.
     """
 
+    is_local = True
+    may_change = False
+
     def __init__(self, flags: argparse.Namespace):
         self._folder = None
         basename = flags.pipes_basename

@@ -8,7 +8,7 @@ import argparse
 import collections
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -19,6 +19,8 @@ from core.nests import ArraySpec, leaves
 from core.remote import frames, messages, tls
 from core.remote.greet import add_tls_reason
 from core.remote.local_servers import LocalServers
+from core.remote.server_flags import MIN_MAX_STREAMS
+from core.remote.server_lists import ServerList, describe_change
 from core.rollout import Spaces, new_rollouts, row_spec
 from core.running.machine import available_memory
 from core.running.run import check_ledger
@@ -32,12 +34,34 @@ NO_SERVER_S = 30.0  # Between two warnings that no server is connected.
 SUPERVISOR_S = 2.0
 
 
-def stream_addresses(
-    flags: argparse.Namespace, servers: LocalServers | None, welcome: messages.Welcome
-) -> list[str]:
-    """Return the address of each stream: each server's once for each of its streams."""
-    addresses = flags.server_addresses if servers is None else servers.addresses
-    return [a for a in addresses for _ in range(welcome.num_streams)]
+def open_servers(flags: argparse.Namespace) -> LocalServers | ServerList:
+    """Start this machine's servers, or open the list of --server_addresses.
+
+    Raises:
+      ConfigError: the list cannot be used.
+    """
+    if flags.server_addresses is None:
+        return LocalServers(flags)
+    return ServerList.of_flags(flags)
+
+
+def max_streams(
+    flags: argparse.Namespace,
+    servers: LocalServers | ServerList,
+    welcome: messages.Welcome,
+) -> int:
+    """Return the largest number of streams at a time: --max_streams or its default."""
+    num_servers = len(servers.addresses)
+    streams = num_servers * welcome.num_streams
+    if not servers.may_change:
+        return flags.max_streams or streams
+    limit = flags.max_streams or max(MIN_MAX_STREAMS, 2 * streams)
+    log.info(
+        "The list of servers may change: now %d servers with %d streams each, at most "
+        "%d streams (--max_streams)",
+        *(num_servers, welcome.num_streams, limit),
+    )
+    return limit
 
 
 def stream_options(
@@ -89,7 +113,8 @@ def check_memory(
     have = available_memory() / 2**20
     line = f"memory: {num} rollouts need {need:,.1f} MiB, have {have:,.1f} MiB"
     if need > have:
-        raise ConfigError(f"{line}. Lower {advice}, or use fewer environments.")
+        fewer = " (--max_streams)" if flags.server_addresses else ""
+        raise ConfigError(f"{line}. Lower {advice}, or use fewer environments{fewer}.")
     log.info("Preflight: %s", line)
 
 
@@ -110,8 +135,7 @@ class PoolWatch:
     """Watches servers and streams while the learner trains. For the main thread.
 
     Args:
-      addresses: of each stream.
-      servers: the servers that this program has started, if any.
+      num_streams: of each server.
     """
 
     def __init__(
@@ -120,18 +144,40 @@ class PoolWatch:
         learner: Learner,
         actors: libtorchbeast.ActorPool,
         learner_queue: libtorchbeast.BatchingQueue,
-        addresses: Sequence[str],
-        servers: LocalServers | None,
+        num_streams: int,
+        servers: LocalServers | ServerList,
     ):
         self._learner = learner
         self._actors = actors
         self._learner_queue = learner_queue
-        self._addresses = addresses
+        self._num_streams = num_streams
         self._servers = servers
+        self._addresses: tuple[str, ...] = ()  # Of the servers.
+        self._left_out = 0  # Streams that --max_streams leaves no place for.
         self._contact = Contact(flags)
         self._watchdog = Watchdog(flags.stall_timeout_s, flags.on_stall)
         self._env_s = 0.0  # Seconds that servers have taken for steps so far.
         self._last_event = ""
+        self.follow_servers()
+
+    def follow_servers(self) -> None:
+        """Tell the pool which servers there are now; log who joined and who left."""
+        before, now = self._addresses, self._servers.addresses
+        if now == before:
+            return
+        self._addresses = now
+        left_out = self._actors.set_addresses(
+            [address for address in now for _ in range(self._num_streams)]
+        )
+        if self._servers.may_change:
+            log.info("Servers: %s", describe_change(before, now))
+        if left_out and not self._left_out:
+            log.warning(
+                "%d streams of the %d servers have no place and wait for one: raise "
+                "--max_streams",
+                *(left_out, len(now)),
+            )
+        self._left_out = left_out
 
     def tick(self) -> dict[str, Any]:
         """Log events, restart servers, detect a stall; return the log's columns.
@@ -141,18 +187,18 @@ class PoolWatch:
           RuntimeError: local servers failed too often.
           StallError: nothing was learned for --stall_timeout_s.
         """
+        self.follow_servers()
         self._log_events()
         stats = self._actors.stats()
-        if self._servers is not None:
-            self._servers.check(stats["received"])
+        self._servers.check(stats["received"])
         self._count_env_time(stats)
         no_server = self._contact.is_lost(stats, self._last_event)
-        if no_server and self._servers is None:
+        if no_server and not self._servers.is_local:
             self._watchdog.rest()  # Remote servers may be away for any time.
         else:
             self._watchdog.progress(
                 self._learner.progress(),
-                lambda: describe_wait(stats, self._addresses, self._learner_queue),
+                lambda: describe_wait(stats, self._learner_queue),
             )
         return self.columns(stats)
 
@@ -164,10 +210,10 @@ class PoolWatch:
             self._last_event = event
 
     def _count_env_time(self, stats: Mapping[str, Any]) -> None:
-        seconds = [server["env_s"] for server in stats["addresses"].values()]
-        since = sum(seconds) - self._env_s
-        self._learner.busy.add("env", since, workers=len(seconds))
-        self._env_s = sum(seconds)
+        since = stats["env_s"] - self._env_s
+        workers = max(1, len(stats["addresses"]))
+        self._learner.busy.add("env", since, workers=workers)
+        self._env_s = stats["env_s"]
 
     def columns(self, stats: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the log's columns about the pool.
@@ -183,7 +229,7 @@ class PoolWatch:
             "steps_discarded": stats["discarded"],
             "learner_queue": self._learner_queue.size(),
         }
-        if self._servers is not None:
+        if isinstance(self._servers, LocalServers):
             row["server_restarts"] = self._servers.restarts
         if stats["batch_fill"]:
             row["inference_batch"] = stats["batch_fill"]
@@ -237,12 +283,11 @@ class Contact:
 
 
 def describe_wait(
-    stats: Mapping[str, Any],
-    addresses: Sequence[str],
-    learner_queue: libtorchbeast.BatchingQueue,
+    stats: Mapping[str, Any], learner_queue: libtorchbeast.BatchingQueue
 ) -> str:
     """Say what a run without progress waits for, and what each stream is doing."""
     states = collections.Counter(stats["states"])
+    del states["unused"]
     waiting_s = stats["waiting_s"]
     longest = max(range(len(waiting_s)), key=waiting_s.__getitem__)
     if states["waiting_for_room"]:
@@ -252,7 +297,7 @@ def describe_wait(
     elif not stats["connected"]:
         what = "environment servers, none of which is connected"
     else:
-        what = f"the environment server {addresses[longest]}"
+        what = f"the environment server {stats['stream_addresses'][longest]}"
         what += f", which has not answered for {waiting_s[longest]:.0f} s"
     streams = ", ".join(f"{n} {state}" for state, n in states.items())
     return f"{what} (streams: {streams}; learner queue: {learner_queue.size()})"

@@ -13,6 +13,8 @@ from core.running.common_flags import ATARI_FLAGS
 from core.running.machine import num_cores
 
 ENVS_PER_STREAM = 8
+MIN_MAX_STREAMS = 128  # The least default of --max_streams for a list that may change.
+LISTS = ("dns:", "file:")  # Entries of --server_addresses that stand for many.
 STREAMS_PER_SERVER = 2  # One stream steps while the other waits for its actions.
 
 # Flags that the learner passes on to the servers that it starts.
@@ -31,9 +33,34 @@ LEARNER_FLAGS = ("env", "env_step_timeout_s", "keepalive_s")
 
 
 def addresses(text: str) -> tuple[str, ...]:
-    """Parse a comma list of server addresses with ranges. For argparse's `type=`.
+    """Parse --server_addresses: plain addresses and lists. For argparse's `type=`.
+
+    Lists stay what they are, dns:NAME:PORT or file:PATH (also written @PATH);
+    core.remote.server_lists reads them.
+    """
+    result: list[str] = []
+    for part in filter(None, text.split(",")):
+        if part.startswith("@"):
+            part = f"file:{part.removeprefix('@')}"
+        if part == "file:":
+            raise argparse.ArgumentTypeError("expected file:PATH, got no path")
+        if part.startswith("dns:"):
+            match = re.fullmatch(r"dns:[^:/#\s]+:(\d+)", part)
+            if match is None or not 1 <= int(match[1]) <= 65535:
+                raise argparse.ArgumentTypeError(
+                    f"expected dns:NAME:PORT with a port from 1 to 65535, got {part!r}"
+                )
+        result += [part] if part.startswith(LISTS) else plain_addresses(part)
+    return _checked(result, text)
+
+
+def plain_addresses(text: str) -> tuple[str, ...]:
+    """Parse a comma list of server addresses with ranges.
 
     "a:1-3,unix:/b.0-1" is a:1, a:2, a:3, unix:/b.0 and unix:/b.1.
+
+    Raises:
+      argparse.ArgumentTypeError: it is none.
     """
     result: list[str] = []
     for part in filter(None, text.split(",")):
@@ -41,7 +68,7 @@ def addresses(text: str) -> tuple[str, ...]:
         if part.startswith("unix:/") and (match is None or match[2] is None):
             result.append(part)  # A path may end in a number without being a range.
             continue
-        if match is None or part.startswith(":"):
+        if match is None or part.startswith((":", *LISTS)):
             raise argparse.ArgumentTypeError(
                 f"expected host:port, host:4431-4446, unix:/path or unix:/path.0-15, "
                 f"got {part!r}"
@@ -57,6 +84,10 @@ def addresses(text: str) -> tuple[str, ...]:
                 f"expected ports from 1 to 65535, got {part!r}"
             )
         result += [f"{match[1]}{i}" for i in range(first, last + 1)]
+    return _checked(result, text)
+
+
+def _checked(result: Sequence[str], text: str) -> tuple[str, ...]:
     for address in result:
         if result.count(address) > 1:
             raise argparse.ArgumentTypeError(
@@ -65,6 +96,28 @@ def addresses(text: str) -> tuple[str, ...]:
     if not result:
         raise argparse.ArgumentTypeError(f"expected an address, got {text!r}")
     return tuple(result)
+
+
+def add_address_flags(group: Any) -> None:
+    """Add the learner's flags about servers that run already."""
+    group.add_argument(
+        "--server_addresses",
+        type=addresses,
+        metavar="ADDRESSES",
+        help="servers that run already, as a comma list: host:port, host:4431-4446, "
+        "unix:/path, unix:/path.0-15; and lists that may change while the learner "
+        "runs: dns:name:port, every address behind a name; file:path or @path, a file "
+        "of addresses. Default: this program starts its own servers on this machine",
+    )
+    group.add_argument(
+        "--max_streams",
+        type=int_at_least(1),
+        metavar="N",
+        help="with --server_addresses, the largest number of streams at a time; each "
+        "server has --streams_per_server of them. Default: what the servers have; for "
+        "a list that may change twice as many as at the start, at least "
+        f"{MIN_MAX_STREAMS}",
+    )
 
 
 def add_server_flags(group: Any) -> None:
@@ -149,6 +202,11 @@ def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) ->
             f"--pipes_basename is {flags.pipes_basename} but must be unix:/path. For "
             "TCP start python -m polybeast_env and use --server_addresses."
         )
+    if flags.max_streams is not None:
+        parser.error(
+            f"--max_streams is {flags.max_streams} but is for --server_addresses. For "
+            "the servers that this program starts, use --num_servers."
+        )
     set_num_servers(parser, flags)
     B, K = new_rollouts(flags), flags.envs_per_stream
     if B % K:
@@ -181,14 +239,26 @@ def check_server_addresses(
                 "servers that run already, with settings of their own. Give it to "
                 "python -m polybeast_env, or leave --server_addresses out."
             )
-    public = [a for a in flags.server_addresses if tls.is_public(a)]
-    if public and flags.mode == "train" and not (flags.tls_dir or flags.insecure):
-        parser.error(
-            f"--server_addresses has {public[0]}, which is another machine's. Either "
-            "encrypt the traffic and authenticate the servers: --tls_dir DIR, with a "
-            f"folder that {tls.CERTS_COMMAND} has made. Or allow anybody on the "
-            "network between to read and change the traffic: --insecure."
-        )
+    problem = exposed(flags.server_addresses, flags)
+    if problem and flags.mode == "train":
+        parser.error(f"--server_addresses has {problem}")
+
+
+def exposed(addresses: Sequence[str], flags: argparse.Namespace) -> str | None:
+    """Say which address of another machine would be dialled without protection."""
+    if flags.tls_dir or flags.insecure:
+        return None
+    for address in addresses:
+        if address.startswith("file:"):
+            continue  # core.remote.server_lists checks what is in it.
+        if tls.is_public(address.removeprefix("dns:")):
+            return (
+                f"{address}, which is another machine's. Either encrypt the traffic "
+                "and authenticate the servers: --tls_dir DIR, with a folder that "
+                f"{tls.CERTS_COMMAND} has made. Or allow anybody on the network "
+                "between to read and change the traffic: --insecure."
+            )
+    return None
 
 
 def set_num_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:

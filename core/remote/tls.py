@@ -140,7 +140,8 @@ def diagnose(address: str, folder: str | None) -> str | None:
     """
     if address.startswith("unix:"):
         return None
-    host, _, port = address.rpartition(":")
+    place, _, name = address.partition("#")  # See core.remote.server_lists.DnsName.
+    host, _, port = place.rpartition(":")
     host = host.strip("[]")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
@@ -153,7 +154,7 @@ def diagnose(address: str, folder: str | None) -> str | None:
             context.load_cert_chain(cert, key, password="")
         with (
             socket.create_connection((host, int(port)), DIAGNOSE_S) as tcp,
-            context.wrap_socket(tcp, server_hostname=host) as connection,
+            context.wrap_socket(tcp, server_hostname=name or host) as connection,
         ):
             if folder is None:
                 return "it speaks TLS and this learner does not: add --tls_dir"

@@ -86,8 +86,8 @@ TEST(streams_come_and_go_with_the_list) {
 }
 
 TEST(streams_whose_addresses_stay_are_not_disturbed) {
-  Rig rig(with_places(4, {"a", "b", "b"}));
   fake::CountingServer server(3);
+  Rig rig(with_places(4, {"a", "b", "b"}));
   for (const char* address : {"a", "b", "c"}) {
     rig.network->serve(address, &server);
   }
@@ -144,8 +144,8 @@ TEST(a_new_address_has_no_failures_yet) {
 
 TEST(the_servers_that_are_there_complete_the_batches_of_those_that_left) {
   // Two slabs of two lanes. Without a and b, only c is left for both lanes.
-  Rig rig(with_places(3, {"a", "b", "c"}));
   fake::CountingServer server(3);
+  Rig rig(with_places(3, {"a", "b", "c"}));
   rig.network->serve("c", &server);
   rig.start();
   rig.start_agent();
@@ -177,6 +177,7 @@ namespace {
 void check_leave_in(StreamState state) {
   RigOptions options = with_places(1, {"a"});
   options.maximum_queue_size = kC;
+  fake::CountingServer server(3);
   Rig rig(options);
   std::shared_ptr<Batch> pending;
   if (state == StreamState::kWaitingToConnect) rig.network->refuse("a");
@@ -215,7 +216,6 @@ void check_leave_in(StreamState state) {
   CHECK_EQ(stats.waiting_for_room, 0);
   CHECK_EQ(stats.in_flight, kT * rig.queue->size());
 
-  fake::CountingServer server(3);
   rig.network->serve("b", &server);
   rig.start_agent();
   rig.pool->set_addresses({"b"});

@@ -17,6 +17,8 @@ def stats(**changes):
         "connected": 3,
         "states": ["waiting_for_env", "receiving", "waiting_for_env"],
         "waiting_s": [5.0, 0.0, 7.0],
+        "stream_addresses": ["a", "b", "c"],
+        "env_s": 0.0,
         **dict.fromkeys(["received", "reconnects", "discarded", "batch_fill"], 0),
         "addresses": {"a": {"steps": 0, "env_s": 0.0}},
         **changes,
@@ -69,25 +71,43 @@ def test_lost_contact_for_a_certificate_says_so(monkeypatch, caplog):
 )
 def test_what_a_run_waits_for_is_named(changes, named):
     queue = libtorchbeast.BatchingQueue()
-    text = pool.describe_wait(stats(**changes), ["a", "b", "c"], queue)
+    text = pool.describe_wait(stats(**changes), queue)
     assert text.startswith(named)
 
 
 class FakeServers:
-    """Servers that this program has started, and that are always well."""
+    """Servers that are always well."""
 
     restarts = 0
+
+    def __init__(self, is_local, addresses=("a", "b", "c"), may_change=False):
+        self.is_local = is_local
+        self.addresses = tuple(addresses)
+        self.may_change = may_change
 
     def check(self, received):
         pass
 
 
+class FakeActors:
+    """A pool with two places."""
+
+    def __init__(self, **changes):
+        self.stats = lambda: stats(**changes)
+        self.take_events = list
+        self.calls = []
+
+    def set_addresses(self, addresses):
+        self.calls.append(addresses)
+        return max(0, len(addresses) - 2)
+
+
 @pytest.mark.parametrize(
-    "servers, connected, is_stall",
-    [(None, 0, False), (None, 3, True), (FakeServers(), 0, True)],
+    "is_local, connected, is_stall",
+    [(False, 0, False), (False, 3, True), (True, 0, True)],
 )
 def test_only_servers_elsewhere_may_be_away_for_longer_than_the_stall_timeout(
-    monkeypatch, servers, connected, is_stall
+    monkeypatch, is_local, connected, is_stall
 ):
     now = 1000.0
     monkeypatch.setattr(pool.time, "monotonic", lambda: now)
@@ -95,9 +115,9 @@ def test_only_servers_elsewhere_may_be_away_for_longer_than_the_stall_timeout(
         stall_timeout_s=10.0, on_stall="stop", server_addresses=None
     )
     learner = SimpleNamespace(progress=lambda: "step 7", busy=BusyTime())
-    actors = SimpleNamespace(stats=lambda: stats(connected=connected), take_events=list)
+    actors = FakeActors(connected=connected)
     queue = libtorchbeast.BatchingQueue()
-    watch = pool.PoolWatch(flags, learner, actors, queue, ["a", "b", "c"], servers)
+    watch = pool.PoolWatch(flags, learner, actors, queue, 1, FakeServers(is_local))
     try:
         assert watch.tick()["streams"] == connected
         now += 11.0
@@ -118,10 +138,57 @@ def test_the_columns_are_the_median_and_the_slowest_of_the_servers():
         "c": {**server, "p50_ms": 7.0, "p99_ms": 7.5},
         "new": {**server, "steps": 0, "p50_ms": 99.0, "p99_ms": 99.0},
     }
-    actors = SimpleNamespace(stats=lambda: stats(addresses=addresses))
+    actors = FakeActors(addresses=addresses)
     flags = SimpleNamespace(stall_timeout_s=10.0, on_stall="stop")
     queue = libtorchbeast.BatchingQueue()
-    watch = pool.PoolWatch(flags, None, actors, queue, ["a", "b", "c"], None)
+    watch = pool.PoolWatch(flags, None, actors, queue, 1, FakeServers(is_local=False))
     row = watch.columns()
     assert (row["env_step_p50_ms"], row["env_step_p99_ms"]) == (3.0, 9.0)
     assert "server_restarts" not in row and "inference_batch" not in row
+
+
+def test_the_pool_follows_the_list_of_servers_and_one_line_says_so(caplog):
+    caplog.set_level("INFO", "core.remote.pool")
+    flags = SimpleNamespace(stall_timeout_s=10.0, on_stall="stop")
+    servers = FakeServers(is_local=False, addresses=["a"], may_change=True)
+    actors = FakeActors()
+    watch = pool.PoolWatch(flags, None, actors, None, 2, servers)
+    assert actors.calls == [["a", "a"]]
+    watch.follow_servers()
+    assert len(actors.calls) == 1  # There was no change.
+    servers.addresses = ("b", "c")
+    watch.follow_servers()
+    servers.addresses = ("b", "c", "d")
+    watch.follow_servers()
+    servers.addresses = ()
+    watch.follow_servers()
+    servers.addresses = ("a", "b")
+    watch.follow_servers()
+    assert actors.calls[1:3] == [["b", "b", "c", "c"], ["b", "b", "c", "c", "d", "d"]]
+    full = "2 streams of the 2 servers have no place and wait for one: raise --max_"
+    assert [record.message.removesuffix("streams") for record in caplog.records] == [
+        "Servers: 1 server (a) joined; 0 servers left; now 1",
+        "Servers: 2 servers (b, c) joined; 1 server (a) left; now 2",
+        full,  # Once, until all have had a place.
+        "Servers: 1 server (d) joined; 0 servers left; now 3",
+        "Servers: 0 servers joined; 3 servers (b, c, d) left; now 0",
+        "Servers: 2 servers (a, b) joined; 0 servers left; now 2",
+        full,
+    ]
+
+
+@pytest.mark.parametrize(
+    "flag, may_change, num_servers, expected",
+    [
+        (None, False, 3, 6),
+        (5, False, 3, 5),
+        (None, True, 3, 128),
+        (None, True, 100, 400),
+        (7, True, 100, 7),
+    ],
+)
+def test_the_largest_number_of_streams(flag, may_change, num_servers, expected):
+    flags = SimpleNamespace(max_streams=flag)
+    servers = FakeServers(False, ["a"] * num_servers, may_change)
+    welcome = SimpleNamespace(num_streams=2)
+    assert pool.max_streams(flags, servers, welcome) == expected

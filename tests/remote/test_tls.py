@@ -31,6 +31,7 @@ from core.errors import ConfigError
 from core.remote import codec, env_server, tls
 from core.remote import greet as greet_module
 from core.remote import pool as pool_module
+from core.remote.server_lists import ServerList
 from core.running.supervise import start_thread
 from tests import counting_env
 from tests.conftest import DEADLINE_S, wait_until
@@ -241,9 +242,13 @@ def test_actors_give_a_wrong_certificate_up_and_say_why(folders, start_server):
 
 def greet(address: str, tls_dir: Path):
     flags = SimpleNamespace(
-        server_addresses=(address,), info_keys=(), tls_dir=str(tls_dir)
+        server_addresses=(address,),
+        info_keys=(),
+        tls_dir=str(tls_dir),
+        stall_timeout_s=DEADLINE_S,
     )
-    return greet_module.greet(flags, None, SimpleNamespace(received=None))
+    servers = ServerList([address])
+    return greet_module.greet(flags, servers, SimpleNamespace(received=None))
 
 
 def test_the_learner_stops_if_its_certificate_is_refused_again_and_again(

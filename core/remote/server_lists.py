@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of environment servers that change while the learner runs.
+
+    --server_addresses dns:envs:4431          every address behind a name
+    --server_addresses file:hosts.txt         what is in a file, or =@hosts.txt
+
+A `Source` knows one list. `ServerList` has a thread for each source that may change,
+asks it about once a second, and knows all servers of the moment. The learner's main
+thread (core.remote.pool) looks there and tells the actor pool, so neither a slow name
+server nor a slow disk holds anything up.
+
+With several learners (torchrun), those who read a list that changes divide it by a hash
+of the address, so that no server moves from one learner to another.
+"""
+
+import argparse
+import concurrent.futures
+import logging
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from core import ranks
+from core.errors import ConfigError
+from core.remote import server_flags
+from core.running.supervise import raise_failures, start_thread
+
+log = logging.getLogger(__name__)
+
+ASK_S = 1.0  # Between two questions to a source.
+DNS_S = 5.0  # Between two questions to the name server.
+CLOSE_S = 1.0  # For a source that is just being asked; a name server may take longer.
+MAX_FILE_BYTES = 1 << 20
+SHOWN = 8  # Servers named in one log line.
+
+
+class Source(Protocol):
+    """A list of servers that may change."""
+
+    def addresses(self) -> Sequence[str]:
+        """Return the addresses of all servers now. May block. Called in one thread.
+
+        Raises:
+          ConfigError: the list cannot be used. The learner does not start; if it runs,
+            it goes on with the last list, and warns once.
+          Unavailable: the same, but a learner that starts waits for the list.
+        """
+
+
+class Unavailable(Exception):
+    """There is no list yet. The message says which, and why."""
+
+
+class AddressFile:
+    """The addresses in a file: one per line or separated by commas; # is a comment.
+
+    A change counts when two looks in a row see the same content, since the file may be
+    in the middle of being written.
+    """
+
+    def __init__(self, path: str, flags: argparse.Namespace):
+        self._path = Path(path)
+        self._flags = flags
+        self._text: str | None = None  # Of `_addresses`.
+        self._last_look: str | None = None
+        self._addresses: list[str] = []
+
+    def addresses(self) -> Sequence[str]:
+        text = self._read()
+        is_settled = text == self._last_look or self._last_look is None
+        self._last_look = text
+        if text != self._text and is_settled:
+            self._addresses = self._parse(text)
+            self._text = text
+        return self._addresses
+
+    def _read(self) -> str:
+        try:
+            with self._path.open("rb") as file:
+                raw = file.read(MAX_FILE_BYTES + 1)
+            text = raw.decode()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"--server_addresses: cannot read {self._path}: {why}. Write the "
+                "servers' addresses there, one per line; if there are none yet, create "
+                "an empty file."
+            ) from error
+        if len(raw) > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"--server_addresses: {self._path} is larger than {MAX_FILE_BYTES} "
+                "bytes, which no list of servers is."
+            )
+        return text
+
+    def _parse(self, text: str) -> list[str]:
+        result: list[str] = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            where = f"--server_addresses: {self._path}, line {number}"
+            for part in line.partition("#")[0].replace(",", " ").split():
+                try:
+                    addresses = server_flags.plain_addresses(part)
+                except argparse.ArgumentTypeError as error:
+                    raise ConfigError(f"{where}: {error}.") from error
+                if problem := server_flags.exposed(addresses, self._flags):
+                    raise ConfigError(f"{where} has {problem}")
+                result += addresses
+        if not result:
+            raise Unavailable(f"{self._path} names no server")
+        return list(dict.fromkeys(result))
+
+
+class DnsName:
+    """All addresses behind a name, such as those of a Kubernetes headless service.
+
+    With TLS they end in #NAME: the servers' certificates have the name, as the numbers
+    behind it change.
+    """
+
+    def __init__(self, entry: str, flags: argparse.Namespace):
+        self._name, _, self._port = entry.removeprefix("dns:").rpartition(":")
+        self._suffix = f"#{self._name}" if flags.tls_dir else ""
+        self._asked_at: float | None = None
+        self._addresses: list[str] = []
+
+    def addresses(self) -> Sequence[str]:
+        now = time.monotonic()
+        if self._asked_at is None or now >= self._asked_at + DNS_S:
+            self._addresses = self._resolve()
+            self._asked_at = now
+        return self._addresses
+
+    def _resolve(self) -> list[str]:
+        try:
+            infos = socket.getaddrinfo(
+                self._name, int(self._port), type=socket.SOCK_STREAM
+            )
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise Unavailable(f"cannot resolve the name {self._name}: {why}") from error
+        hosts = {str(where[0]) for *_, where in infos}
+        return [
+            f"[{host}]:{self._port}{self._suffix}"
+            if ":" in host
+            else f"{host}:{self._port}{self._suffix}"
+            for host in sorted(hosts)  # Name servers answer in any order.
+        ]
+
+
+class ServerList:
+    """The servers of --server_addresses. A context manager.
+
+    Args:
+      fixed: addresses that do not change.
+      sources: lists that do.
+
+    Raises:
+      ConfigError: a source cannot be used.
+    """
+
+    is_local = False  # These servers run already, or will.
+
+    def __init__(self, fixed: Iterable[str] = (), sources: Sequence[Source] = ()):
+        self._fixed = tuple(fixed)
+        self._sources = sources
+        self._lock = threading.Lock()
+        # Guarded by the lock, by source: the last list, and why there is no newer one.
+        self._lists: list[tuple[str, ...]] = [() for _ in sources]
+        self._problems: list[str | None] = [None for _ in sources]
+        self._stop = threading.Event()
+        self._threads: dict[str, concurrent.futures.Future] = {}
+        for i in range(len(sources)):
+            self._ask(i, is_start=True)
+        for i in range(len(sources)):
+            name = f"server-list-{i}"
+            self._threads[name] = start_thread(name, self._watch, i)
+
+    @classmethod
+    def of_flags(cls, flags: argparse.Namespace) -> "ServerList":
+        """Return the servers of --server_addresses."""
+        fixed: list[str] = []
+        sources: list[Source] = []
+        for entry in flags.server_addresses:
+            if entry.startswith("dns:"):
+                sources.append(DnsName(entry, flags))
+            elif entry.startswith("file:"):
+                sources.append(AddressFile(entry.removeprefix("file:"), flags))
+            else:
+                fixed.append(entry)
+        return cls(fixed, sources)
+
+    @property
+    def may_change(self) -> bool:
+        return bool(self._sources)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of this moment. Does not block."""
+        with self._lock:
+            lists = [self._fixed, *self._lists]
+        result = dict.fromkeys(address for part in lists for address in part)
+        n = ranks.size()
+        if n == 1 or not self.may_change:  # core.ranks has divided a fixed list.
+            return tuple(result)
+        return tuple(a for a in result if zlib.crc32(a.encode()) % n == ranks.rank())
+
+    def problem(self) -> str:
+        """Say why there is no server in the list."""
+        with self._lock:
+            problems = [problem for problem in self._problems if problem]
+        return "; ".join(problems) or "the list of servers is empty"
+
+    def check(self, received: int = 0) -> None:
+        """Raise the exception of a thread that has failed."""
+        raise_failures(self._threads)
+
+    def _watch(self, i: int) -> None:
+        while not self._stop.wait(ASK_S):
+            self._ask(i)
+
+    def _ask(self, i: int, *, is_start: bool = False) -> None:
+        addresses, problem = None, None
+        try:
+            addresses = tuple(self._sources[i].addresses())
+        except ConfigError as error:
+            if is_start:
+                raise
+            problem = str(error)
+        except Unavailable as error:
+            problem = f"--server_addresses: {error}"
+        with self._lock:
+            before, self._problems[i] = self._problems[i], problem
+            last = self._lists[i]
+            if addresses is not None:
+                self._lists[i] = addresses
+        if problem and problem != before:
+            kept = f"; going on with the last {len(last)} servers" if last else ""
+            log.warning("%s%s", problem, kept)
+        if before and not problem:
+            log.info("The list of servers can be used again")
+
+    def __enter__(self) -> "ServerList":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        # A thread that waits for a name server cannot be woken: it ends with the answer
+        # or with the process.
+        concurrent.futures.wait(self._threads.values(), CLOSE_S)
+
+
+def describe_change(before: Iterable[str], after: Iterable[str]) -> str:
+    """Say in one line which servers joined and which left."""
+    old, new = set(before), set(after)
+    joined = [address for address in after if address not in old]
+    left = [address for address in before if address not in new]
+    return f"{_count(joined)} joined; {_count(left)} left; now {len(new)}"
+
+
+def _count(addresses: Sequence[str]) -> str:
+    if not addresses:
+        return "0 servers"
+    shown = ", ".join(addresses[:SHOWN])
+    if len(addresses) > SHOWN:
+        shown += f" and {len(addresses) - SHOWN} more"
+    return f"{len(addresses)} server{'s' * (len(addresses) > 1)} ({shown})"

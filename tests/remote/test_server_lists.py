@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of servers that change while the learner runs."""
+
+import contextlib
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from core.errors import ConfigError
+from core.remote import greet, server_lists
+from core.remote.server_lists import AddressFile, DnsName, ServerList, Unavailable
+from tests.conftest import wait_until
+
+INSECURE = SimpleNamespace(tls_dir=None, insecure=True)
+LOCAL = SimpleNamespace(tls_dir=None, insecure=False)
+WITH_TLS = SimpleNamespace(tls_dir="certs", insecure=False)
+
+
+class FakeSource:
+    """A list that the test sets. Raises what it is set to raise."""
+
+    def __init__(self, result):
+        self.result = result
+        self.asked = 0
+
+    def addresses(self):
+        self.asked += 1
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(server_lists, "ASK_S", 0.01)
+
+
+# --- Files ------------------------------------------------------------------------
+
+
+def test_a_file_has_addresses_commas_ranges_and_comments(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# two hosts\n\nh1:4431-4432,h2:7  # fast\n unix:/s.0 h2:7\n")
+    expected = ["h1:4431", "h1:4432", "h2:7", "unix:/s.0"]
+    assert AddressFile(str(path), INSECURE).addresses() == expected
+
+
+def test_a_change_of_a_file_counts_once_two_looks_agree(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("h1:1\nh2:2\n")
+    source = AddressFile(str(path), INSECURE)
+    assert source.addresses() == ["h1:1", "h2:2"]
+    path.write_text("h1")  # Half written.
+    assert source.addresses() == ["h1:1", "h2:2"]
+    path.write_text("h1:1\n")
+    assert source.addresses() == ["h1:1", "h2:2"]
+    assert source.addresses() == ["h1:1"]
+
+
+@pytest.mark.parametrize(
+    "content, flags, said",
+    [
+        ("h1:1\nh2\n", INSECURE, "hosts, line 2: expected host:port.*got 'h2'"),
+        ("h1:1,h2:99999", INSECURE, "hosts, line 1: expected ports from 1 to 65535"),
+        ("dns:envs:1", INSECURE, "line 1: expected host:port.*got 'dns:envs:1'"),
+        ("\nh1:1", LOCAL, "hosts, line 2 has h1:1, which is another machine's"),
+        (b"\xff\xfe", INSECURE, "cannot read .*hosts"),
+        ("#" * 2_000_000, INSECURE, "hosts is larger than 1048576 bytes"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path, content, flags, said):
+    path = tmp_path / "hosts"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=said):
+        AddressFile(str(path), flags).addresses()
+
+
+@pytest.mark.parametrize("name", ["no-such-file", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot read.*(No such file|Is a directory)"):
+        AddressFile(str(tmp_path / name), LOCAL).addresses()
+
+
+def test_this_machines_servers_in_a_file_need_no_tls(tmp_path):
+    (tmp_path / "hosts").write_text("127.0.0.1:1 localhost:2 unix:/a")
+    assert len(AddressFile(str(tmp_path / "hosts"), LOCAL).addresses()) == 3
+
+
+# --- Names ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def resolver(monkeypatch):
+    """A name server whose answer the test sets: numbers, or an exception."""
+    answers = SimpleNamespace(hosts=[], asked=[])
+
+    def getaddrinfo(name, port, **kwargs):
+        answers.asked.append((name, port))
+        if isinstance(answers.hosts, Exception):
+            raise answers.hosts
+        kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        return [(*kind, (host, port)) for host in answers.hosts]
+
+    monkeypatch.setattr(server_lists.socket, "getaddrinfo", getaddrinfo)
+    return answers
+
+
+def test_a_name_stands_for_all_addresses_behind_it(resolver):
+    resolver.hosts = ["10.0.0.9", "10.0.0.7", "fd00::7", "10.0.0.9"]
+    expected = ["10.0.0.7:4431", "10.0.0.9:4431", "[fd00::7]:4431"]
+    assert DnsName("dns:envs.jobs:4431", INSECURE).addresses() == expected
+    assert resolver.asked == [("envs.jobs", 4431)]
+    # With TLS, the servers' certificates have the name.
+    assert DnsName("dns:envs:1", WITH_TLS).addresses()[0] == "10.0.0.7:1#envs"
+
+
+def test_a_name_is_asked_again_after_some_seconds(resolver, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(server_lists.time, "monotonic", lambda: now)
+    resolver.hosts = ["10.0.0.7"]
+    source = DnsName("dns:envs:1", INSECURE)
+    assert source.addresses() == ["10.0.0.7:1"]
+    resolver.hosts = ["10.0.0.8"]
+    now += server_lists.DNS_S - 0.5
+    assert source.addresses() == ["10.0.0.7:1"]
+    now += 1
+    assert source.addresses() == ["10.0.0.8:1"]
+    resolver.hosts = socket.gaierror(-2, "Name or service not known")
+    now += server_lists.DNS_S
+    with pytest.raises(Unavailable, match="resolve the name envs: Name or service not"):
+        source.addresses()
+
+
+# --- All servers ------------------------------------------------------------------
+
+
+def test_the_list_follows_its_sources_and_leaves_no_thread():
+    before = threading.active_count()
+    sources = [FakeSource(["b:1", "a:1"]), FakeSource(["c:1"])]
+    with ServerList(["a:1"], sources) as servers:
+        assert servers.may_change and not servers.is_local
+        assert servers.addresses == ("a:1", "b:1", "c:1")
+        sources[1].result = ["d:1"]
+        wait_until(lambda: servers.addresses == ("a:1", "b:1", "d:1"))
+    assert threading.active_count() == before
+    with ServerList(["a:1"]) as servers:
+        assert not servers.may_change and servers.addresses == ("a:1",)
+        assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("error", [ConfigError("bad line"), Unavailable("no name")])
+def test_a_list_that_fails_leaves_the_servers_and_is_warned_of_once(error, caplog):
+    caplog.set_level("INFO", "core.remote.server_lists")
+    source = FakeSource(["a:1"])
+    with ServerList([], [source]) as servers:
+        source.result = error
+        asked = source.asked
+        wait_until(lambda: source.asked > asked + 3)
+        assert servers.addresses == ("a:1",)
+        assert [r.message for r in caplog.records if str(error) in r.message] == [
+            *(m.message for m in caplog.records)
+        ]
+        assert len(caplog.records) == 1
+        assert "going on with the last 1 servers" in caplog.text
+        source.result = ["b:1"]
+        wait_until(lambda: servers.addresses == ("b:1",))
+    assert "can be used again" in caplog.text
+
+
+def test_a_source_that_breaks_ends_the_run():
+    source = FakeSource(["a:1"])
+    with ServerList([], [source]) as servers:
+        source.result = ZeroDivisionError()
+
+        def has_failed():
+            try:
+                servers.check()
+            except ZeroDivisionError:
+                return True
+
+        wait_until(has_failed)
+
+
+def test_a_bad_list_ends_the_start_and_a_list_to_come_does_not(caplog):
+    with pytest.raises(ConfigError, match="bad line"):
+        ServerList([], [FakeSource(ConfigError("bad line"))])
+    with ServerList([], [FakeSource(Unavailable("hosts names no server"))]) as servers:
+        assert servers.addresses == ()
+        assert "hosts names no server" in servers.problem()
+
+
+def test_learners_divide_a_list_and_no_server_changes_its_learner(monkeypatch):
+    hosts = [f"h{i}:1" for i in range(40)]
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    shares = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        with ServerList([], [FakeSource(hosts)]) as servers:
+            shares.append(servers.addresses)
+        with ServerList([], [FakeSource(hosts[7:])]) as servers:
+            assert set(servers.addresses) <= set(shares[-1])
+    assert sorted(sum(shares, ())) == sorted(hosts) and all(shares)
+
+
+# --- The start --------------------------------------------------------------------
+
+
+def start(servers, stall_timeout_s):
+    flags = SimpleNamespace(tls_dir=None, info_keys=(), stall_timeout_s=stall_timeout_s)
+    return greet.greet(flags, servers, SimpleNamespace(received=None))
+
+
+def test_a_name_that_never_resolves_ends_the_start(resolver):
+    resolver.hosts = socket.gaierror(-2, "Name or service not known")
+    source = DnsName("dns:envs:1", INSECURE)
+    with ServerList([], [source]) as servers:
+        with pytest.raises(ConfigError, match="the name envs: Name or.*for 0.1 s"):
+            start(servers, 0.1)
+
+
+def test_the_start_waits_for_the_first_server_of_an_empty_list(monkeypatch, caplog):
+    caplog.set_level("INFO", "core.remote.greet")
+    source = FakeSource(Unavailable("hosts names no server"))
+    asked = []
+
+    def describe(address, **kwargs):
+        asked.append(address)
+        return b"welcome"
+
+    monkeypatch.setattr(greet.libtorchbeast, "describe", describe)
+    monkeypatch.setattr(greet.codec, "decode_welcome", lambda raw: raw)
+    with ServerList([], [source]) as servers, contextlib.ExitStack() as stack:
+        later = threading.Timer(0.3, setattr, (source, "result", ["a:1"]))
+        stack.callback(later.join)
+        later.start()
+        assert start(servers, 0.1) == b"welcome"
+    assert asked == ["a:1"]
+    assert "Waiting for an environment server: " in caplog.text
+    assert "hosts names no server" in caplog.text
