@@ -156,6 +156,15 @@ def test_the_right_certificates_connect(folders, start_server, server, address):
     assert tls.diagnose(address, learner and str(learner)) is None
 
 
+def test_the_name_of_a_certificate_may_stand_behind_the_address(folders, start_server):
+    address = start_server(folders["elsewhere"])
+    learner = folders["learner"]
+    assert "mismatch" in tls.diagnose(address, str(learner))
+    named = f"{address}#elsewhere"
+    assert describe(named, learner, DEADLINE_S).num_envs == K
+    assert tls.diagnose(named, str(learner)) is None
+
+
 def test_a_learner_without_a_certificate_does_not_get_in(folders, start_server):
     address = start_server(folders["right"])
     ca = (folders["learner"] / "ca.pem").read_bytes()

@@ -275,6 +275,8 @@ def test_what_is_accepted_is_what_was_asked_for_and_fits(sizes):
             [f"unix:/tmp/p.{i}" for i in (99998, 99999, 10**5)],
         ),
         ("a:1,unix:/b.0-1", ["a:1", "unix:/b.0", "unix:/b.1"]),
+        ("dns:envs.jobs:4431,a:1", ["dns:envs.jobs:4431", "a:1"]),
+        ("@hosts,file:/etc/envs", ["file:hosts", "file:/etc/envs"]),
     ],
 )
 def test_addresses_are_a_comma_list_with_ranges(text, expected):
@@ -301,6 +303,13 @@ def test_addresses_are_a_comma_list_with_ranges(text, expected):
         ("host:0-3", "ports from 1 to 65535"),
         ("a:1-3,a:3", "a:3 twice"),
         ("unix:/a,unix:/a", "unix:/a twice"),
+        ("@hosts,file:hosts", "file:hosts twice"),
+        ("dns:envs", "expected dns:NAME:PORT"),
+        ("dns::1", "expected dns:NAME:PORT"),
+        ("dns:envs:0", "port from 1 to 65535"),
+        ("dns:envs:65536", "port from 1 to 65535"),
+        ("@", "expected file:PATH"),
+        ("file:", "expected file:PATH"),
     ],
 )
 def test_addresses_that_are_none_are_named(text, said, capsys):
@@ -308,6 +317,18 @@ def test_addresses_that_are_none_are_named(text, said, capsys):
         server_flags.addresses(text)
     message = refusal([f"--server_addresses={text}"], capsys)
     assert "--server_addresses" in message and said in message
+
+
+def test_a_file_of_addresses_is_not_read_as_a_file_of_flags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("localhost:1\n")
+    (tmp_path / "flags").write_text("--server_addresses @hosts --seed 3\n")
+    for argv in (
+        ["--server_addresses", "@hosts"],
+        ["--server_addresses=@hosts"],
+        ["@flags"],
+    ):
+        assert polybeast.parse_flags(argv).server_addresses == ("file:hosts",)
 
 
 def test_remote_servers_know_their_own_environment():
@@ -318,7 +339,13 @@ def test_remote_servers_know_their_own_environment():
     assert parse("--server_addresses localhost:1 --env Catch").env == "Catch"
 
 
-@pytest.mark.parametrize("address", ["host:1", "unix:/a,10.0.0.7:1-9", "[::]:1"])
+def test_this_machines_lists_need_no_protection():
+    assert parse("--server_addresses dns:localhost:1,file:hosts").max_streams is None
+
+
+@pytest.mark.parametrize(
+    "address", ["host:1", "unix:/a,10.0.0.7:1-9", "[::]:1", "dns:envs:1"]
+)
 def test_servers_elsewhere_are_protected_or_known_not_to_be(address, capsys):
     argv = f"--server_addresses {address}"
     message = refusal(argv.split(), capsys)
@@ -494,6 +521,10 @@ BAD_COMBINATIONS = [
     (
         "--pipes_basename 127.0.0.1:5",
         ["--pipes_basename is 127.0.0.1:5", "--server_addresses"],
+    ),
+    (
+        "--max_streams 3",
+        ["--max_streams is 3", "--server_addresses", "--num_servers"],
     ),
     (
         "--total_steps 639 --batch_size 32 --unroll_length 20",

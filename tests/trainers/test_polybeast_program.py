@@ -496,6 +496,44 @@ def test_servers_elsewhere_may_come_late_and_come_again(
     assert servers.poll() is None  # They serve the next learner.
 
 
+def test_servers_come_and_go_with_a_file(train, serve, run_dir, folder, tmp_path):
+    flags = ["--env", "Catch", "--num_servers", 1, "--streams_per_server", 1]
+    flags += ["--envs_per_stream", K, "--server_address"]
+    addresses = [f"unix:{folder}/{name}" for name in "ab"]
+    for address in addresses:
+        serve(*flags, address)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# None yet.\n")
+    program = train(
+        *("--server_addresses", f"@{hosts}", "--max_streams", 5),
+        *(*SIZES, "--total_steps", ENDLESS),
+    )
+    program.wait_for_text("hosts names no server")
+
+    def streams() -> int:
+        return int(log_rows(run_dir)[-1]["streams"]) if num_rows(run_dir) else 0
+
+    hosts.write_text("\n".join(addresses))
+    program.wait_for(lambda: streams() == 2)
+    learner = psutil.Process(program.pid)
+    before = learner.num_threads(), learner.num_fds()
+    for content, now in ((addresses[1], 1), ("\n".join(addresses), 2)):
+        hosts.write_text(content)
+        program.wait_for(lambda now=now: streams() == now)
+    assert learner.num_threads() <= before[0] and learner.num_fds() <= before[1]
+    for line in (
+        "Servers: 2 servers (",
+        f"Servers: 0 servers joined; 1 server ({addresses[0]}) left; now 1",
+        f"Servers: 1 server ({addresses[0]}) joined; 0 servers left; now 2",
+    ):
+        assert line in program.text()
+    hosts.write_text(f"{addresses[0]}\nnonsense\n")
+    program.wait_for_text("hosts, line 2: expected host:port")
+    program.wait_for_text("going on with the last 2 servers")
+    assert re.search(r"\n.*INFO *\d+ rows received = \d+ learned \+", stop(program))
+    assert int(log_rows(run_dir)[-1]["reconnects"]) == 0
+
+
 def test_streams_that_do_not_fill_a_batch_are_refused_with_both_numbers(
     train, serve, run_dir, folder
 ):
