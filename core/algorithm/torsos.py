@@ -16,8 +16,6 @@ from core.errors import ConfigError
 from core.nests import Nest
 from core.rollout import flat_ranges
 
-MLP_SIZE = 256
-
 
 def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = 2**0.5) -> nn.Module:
     """Return `layer` with orthogonal weights and no bias (Saxe et al. 2014).
@@ -171,7 +169,8 @@ class MLPTorso(nn.Module):
     ranges of their elements.
     """
 
-    num_features = MLP_SIZE
+    num_features = 256
+    activation: type[nn.Module] = nn.ReLU
     offset: torch.Tensor
     scale: torch.Tensor
 
@@ -185,10 +184,10 @@ class MLPTorso(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
         size = gym.spaces.flatdim(space)
         self.layers = nn.Sequential(
-            orthogonal(nn.Linear(size, MLP_SIZE)),
-            nn.ReLU(),
-            orthogonal(nn.Linear(MLP_SIZE, MLP_SIZE)),
-            nn.ReLU(),
+            orthogonal(nn.Linear(size, self.num_features)),
+            self.activation(),
+            orthogonal(nn.Linear(self.num_features, self.num_features)),
+            self.activation(),
         )
 
     def forward(self, observation: Nest) -> torch.Tensor:
@@ -196,6 +195,17 @@ class MLPTorso(nn.Module):
         if self.is_scaled:
             x = (x - self.offset) * self.scale.reciprocal()
         return self.layers(x)
+
+
+class TanhTorso(MLPTorso):
+    """The same with two layers of 64 and tanh, as PPO's for MuJoCo (Schulman 2017).
+
+    A tanh is smooth and bounded, so one large step of the optimizer changes the mean of
+    a Gaussian policy less than with ReLU.
+    """
+
+    num_features = 64
+    activation = nn.Tanh
 
 
 def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
@@ -222,4 +232,5 @@ TORSOS = {
     "shallow": ShallowTorso,
     "small": SmallTorso,
     "mlp": MLPTorso,
+    "tanh": TanhTorso,
 }

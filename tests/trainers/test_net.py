@@ -163,6 +163,18 @@ def test_the_small_model_is_as_wide_as_minatar_s_and_the_mlp():
     assert tuple(torso.last.weight.shape) == (256, 256)
 
 
+@pytest.mark.parametrize(
+    "model, size, activation", [("mlp", 256, nn.ReLU), ("tanh", 64, nn.Tanh)]
+)
+def test_models_of_linear_layers_differ_in_width_and_activation(
+    model, size, activation
+):
+    first, f, second, g = make_net(VECTORS["box"], model=model).torso.layers
+    assert tuple(first.weight.shape) == (size, 11)
+    assert tuple(second.weight.shape) == (size, size)
+    assert type(f) is type(g) is activation
+
+
 def test_the_shallow_model_is_that_of_nature():
     convs = [m for m in make_net(ATARI).torso.convs if isinstance(m, nn.Conv2d)]
     layers = [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in convs]
