@@ -52,7 +52,7 @@ from core.errors import ConfigError, Exit
 from core.remote import server_flags, supervisor
 from core.remote.addresses import addresses_to_serve
 from core.running import common_flags, terminal
-from core.running.machine import num_cores
+from core.running.machine import num_cores, raise_file_limit
 from core.running.signals import StopSignal
 from core.running.supervise import ForParent, Repeats, send_at_parents_end
 
@@ -222,7 +222,7 @@ def serve(flags: argparse.Namespace) -> Exit:
       ServerError: a server process died too often.
     """
     addresses = addresses_to_serve(flags)
-    supervisor.raise_file_limit()
+    raise_file_limit()
     parent = [sys.stdin.fileno()] if flags.with_parent else []
     if flags.with_parent:  # A stopped process (SIGSTOP) would not see its parent's end.
         send_at_parents_end(signal.SIGCONT)

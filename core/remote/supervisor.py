@@ -14,7 +14,6 @@ import logging
 import mmap
 import multiprocessing
 import os
-import resource
 import signal
 import stat
 import sys
@@ -43,7 +42,6 @@ STOP_S = 1.5  # Time for servers to say goodbye and close environments; then SIG
 # A server that dies after fewer environment steps than this counts as a quick death.
 DELIVERED_STEPS = 20
 NICENESS = 5  # Of servers beside a learner. The learner's inference threads have 19.
-OPEN_FILES = 65536  # Wanted limit of open files: many learners may connect.
 
 
 class ServerError(Exception):
@@ -365,11 +363,3 @@ def make_private(folder: str) -> None:
         raise ConfigError(
             f"{folder} was deleted, and what is there now is not private. Start anew."
         )
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files to OPEN_FILES, or as far as is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

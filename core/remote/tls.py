@@ -129,6 +129,43 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
                 side.do_handshake()
 
 
+def context(folder: str | None, *, is_server: bool) -> ssl.SSLContext | None:
+    """Return what Python's own TLS needs for one side; None without a folder.
+
+    The learner's side checks no name: it does not dial, and takes whoever has a
+    server's certificate of its CA.
+
+    Raises:
+      ConfigError: as `read`.
+    """
+    if folder is None:
+        return None
+    read(folder, is_server=is_server)
+    ca, cert, key = _paths(folder)
+    result = ssl.SSLContext(
+        ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
+    )
+    result.minimum_version = ssl.TLSVersion.TLSv1_2
+    result.check_hostname = False
+    result.verify_mode = ssl.CERT_REQUIRED
+    result.load_verify_locations(ca)
+    result.load_cert_chain(cert, key, password="")
+    return result
+
+
+def describe(error: ssl.SSLError) -> str:
+    """Say what an error of such a context means, as the end of a sentence."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate: {error.verify_message}{_advice(error.verify_message)}"
+    reason = error.reason or str(error)
+    if "ALERT" in reason:
+        return (
+            f"it refuses the certificate of this side ({reason}): its ca.pem must be "
+            "of another CA, or a clock wrong"
+        )
+    return f"TLS: {reason}"
+
+
 def diagnose(address: str, folder: str | None) -> str | None:
     """Return why TLS keeps a learner from connecting to a server, or None.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from core import ranks
 from core.errors import ConfigError
 
+OPEN_FILES = 65536  # Wanted limit of open files: many may connect to a program.
 CGROUP = Path("/sys/fs/cgroup")  # In a container with cgroup v2: the container's own.
 
 
@@ -158,3 +159,11 @@ def num_cores() -> int:
         quota_us, period_us = map(int, (CGROUP / "cpu.max").read_text().split())
         cores = min(cores, math.ceil(quota_us / period_us))
     return max(1, cores // ranks.local_size())
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to OPEN_FILES, or as far as is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

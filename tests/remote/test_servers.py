@@ -31,12 +31,12 @@ from core.environments.stepping import Environments
 from core.errors import ConfigError, Exit
 from core.nests import map_nest
 from core.remote import addresses as addresses_module
-from core.remote import codec, env_server, frames, messages, places, supervisor, tls
+from core.remote import codec, env_server, frames, messages, places, tls
 from core.remote import health as health_module
 from core.remote.addresses import check_address, server_addresses
 from core.remote.messages import Action, Hello, ToServer
 from core.rollout import row_spec
-from core.running import signals
+from core.running import machine, signals
 from core.running.machine import num_cores
 from core.running.supervise import start_thread
 from tests import counting_env, fault_env
@@ -1416,7 +1416,7 @@ def test_the_limit_of_open_files_is_raised(start):
     program.wait_for_text("Serving")
     for process in (psutil.Process(program.pid), *program.children()):
         soft, _ = process.rlimit(psutil.RLIMIT_NOFILE)
-        assert soft == min(hard, supervisor.OPEN_FILES)
+        assert soft == min(hard, machine.OPEN_FILES)
 
 
 # ------------------------------------------------------------------------------ flags

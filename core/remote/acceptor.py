@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner's door for machines that dial in: polybeast's --listen.
+
+    python -m core.remote.acceptor --listen 0.0.0.0:4431 --folder /tmp/torchbeast-x
+
+A process of its own beside the learner, which starts it (`core.remote.dial_in`). For
+each environment server of a machine that has joined there is a unix socket in the
+private folder. When the learner connects to it, the acceptor asks the machine to dial
+one more connection, and relays bytes between the two. The standard output tells the
+learner about machines that join and leave.
+
+Strangers: a connection has HELLO_S to show the right certificate and to say a right
+hello. When more than MAX_SILENT have not done so, the oldest of the address that has
+most of them is ended; so they do not keep honest machines out.
+"""
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from core.errors import ConfigError
+from core.remote import child, tls
+from core.remote.tunnel import (
+    Connection,
+    Join,
+    ProtocolError,
+    Tasks,
+    Tunnel,
+    connect,
+    parse_first_line,
+    parse_hello,
+    talk,
+)
+
+log = logging.getLogger(__name__)
+
+HELLO_S = 5.0  # For all before and with the hello; an honest machine needs no second.
+MAX_SILENT = 256  # Connections before their hello.
+MAX_MACHINES = 1000
+OPEN_S = 3.0  # For a machine to dial a connection; the pool waits as long for TCP.
+LEAVE_S = 10.0  # A machine that joins again within this time has not left.
+BIND_S = 5.0  # For the acceptor of an earlier learner to end.
+BACKLOG = 1024  # Connections that the kernel accepts while this process is busy.
+
+
+class Machine:
+    """A machine with environment servers, from its first join until it leaves."""
+
+    def __init__(self, join: Join, path: str):
+        self.join = join
+        self.path = path  # Of its unix sockets, without .0, .1 and so on.
+        self.control: Connection | None = None  # None while it is away.
+        self.listeners: list[asyncio.AbstractServer] = []
+        self.leaves: asyncio.TimerHandle | None = None
+
+    def sockets(self) -> list[str]:
+        return [f"{self.path}.{i}" for i in range(self.join.num_servers)]
+
+
+class Acceptor:
+    """Accepts machines, and connections of the learner to their servers.
+
+    Args:
+      folder: private, for unix sockets.
+      context: None to do without TLS.
+    """
+
+    def __init__(
+        self, folder: Path, context: ssl.SSLContext | None, keepalive_s: float
+    ):
+        self._folder = folder
+        self._context = context
+        self._keepalive_s = keepalive_s
+        self._tasks = Tasks()
+        # Connections before their hello, the oldest first, and where they come from.
+        self._silent: dict[Connection, str] = {}
+        self._machines: dict[str, Machine] = {}
+        self._tickets: dict[str, asyncio.Future] = {}  # Of tunnels that are awaited.
+        self._listener: asyncio.Server | None = None
+
+    async def listen(self, address: str) -> str:
+        """Begin to accept; return the address with its real port.
+
+        Raises:
+          ConfigError: the address cannot be used.
+        """
+        host, _, port = address.rpartition(":")
+        deadline = time.monotonic() + BIND_S
+        loop = asyncio.get_running_loop()
+        while self._listener is None:
+            try:
+                self._listener = await loop.create_server(
+                    lambda: Connection(lambda c: self._tasks.start(self._meet(c))),
+                    host.strip("[]") or "127.0.0.1",
+                    int(port),
+                    backlog=BACKLOG,
+                )
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    reason = error.strerror or str(error)
+                    raise ConfigError(f"--listen {address}: {reason}") from error
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"--listen {address}: the port is in use by another program. "
+                        "Choose another port, or end that program."
+                    ) from error
+                await asyncio.sleep(0.1)
+        port = self._listener.sockets[0].getsockname()[1]
+        return f"{host}:{port}"
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        await self._tasks.cancel_all()
+        for machine in list(self._machines.values()):
+            self._remove(machine)
+
+    # Connections from the network.
+
+    async def _meet(self, connection: Connection) -> None:
+        """Find out what a new connection is for, and serve it."""
+        self._silent[connection] = connection.peer
+        if len(self._silent) > MAX_SILENT:
+            self._end_a_silent_one()
+        try:
+            hello = await asyncio.wait_for(self._receive_hello(connection), HELLO_S)
+        except (OSError, asyncio.TimeoutError) as error:
+            self._say_refused(connection, error)
+            connection.close()
+            return
+        finally:
+            self._silent.pop(connection, None)
+        if isinstance(hello, Join):
+            await self._serve(connection, hello)
+            return
+        waiting = self._tickets.pop(hello.ticket, None)
+        if waiting is None or waiting.done():
+            connection.close()  # It comes too late.
+        else:
+            waiting.set_result(connection)
+
+    async def _receive_hello(self, connection: Connection) -> Join | Tunnel:
+        wants_tls = parse_first_line(await connection.line())
+        if wants_tls != (self._context is not None):
+            reason = "with --insecure, not --tls_dir" if wants_tls else "with --tls_dir"
+            connection.send(f"no the learner was started {reason}")
+            raise ProtocolError("one side has --tls_dir and the other has not")
+        connection.send("go")
+        if self._context is not None:
+            await connection.encrypt(self._context, is_server=False)
+        return parse_hello(await connection.line())
+
+    def _end_a_silent_one(self) -> None:
+        host, _ = collections.Counter(self._silent.values()).most_common(1)[0]
+        oldest = next(c for c, peer in self._silent.items() if peer == host)
+        del self._silent[oldest]
+        oldest.error = ProtocolError("too many connections without a hello")
+        oldest.transport.abort()
+
+    def _say_refused(self, connection: Connection, error: Exception) -> None:
+        """Log why a connection is not accepted. Repetitions are counted, not shown."""
+        if isinstance(error, asyncio.TimeoutError):
+            reason = f"no hello within {HELLO_S:g} s"
+        elif isinstance(error, ssl.SSLError):
+            reason = tls.describe(error)
+        else:
+            reason = str(error)
+        log.warning("Refused a connection from %s: %s", connection.peer, reason)
+
+    # Machines.
+
+    async def _serve(self, control: Connection, join: Join) -> None:
+        """Let a machine take part while its connection stands."""
+        machine = self._machines.get(join.machine)
+        if machine is None and len(self._machines) >= MAX_MACHINES:
+            control.send(f"full {MAX_MACHINES} machines have joined, the maximum")
+            control.close()
+            return
+        if machine is not None and machine.join != join:
+            self._remove(machine)
+            machine = None
+        if machine is None:
+            try:
+                machine = await self._add(join)
+            except OSError as error:  # Such as too many open files.
+                self._say_refused(control, error)
+                control.close()
+                return
+        if machine.leaves is not None:
+            machine.leaves.cancel()
+            machine.leaves = None
+        old, machine.control = machine.control, control
+        if old is not None:  # Of a connection that this side takes for alive.
+            old.transport.abort()
+        name = control.certificate_name()
+        log.info(
+            "%s (%s%s) has joined: environment servers %d",
+            join.name,
+            control.peer,
+            f", certificate of {name}" if name else "",
+            join.num_servers,
+        )
+        control.send("welcome")
+        said_goodbye = False
+
+        def handle(line: str) -> None:
+            nonlocal said_goodbye
+            word, _, ticket = line.partition(" ")
+            if word == "bye":
+                said_goodbye = True
+                raise ConnectionResetError("it has said goodbye")
+            if word != "gone":
+                raise ProtocolError(f"expected ping, gone or bye, got {line!r:.80}")
+            waiting = self._tickets.get(ticket)
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(ConnectionResetError("the server is away"))
+
+        try:
+            await talk(control, self._keepalive_s, handle)
+        except (OSError, asyncio.TimeoutError) as error:
+            reason = str(error) or f"silent for {2 * self._keepalive_s:g} s"
+        finally:
+            control.close()
+            if machine.control is control:
+                machine.control = None
+        if machine.control is None and machine.join.machine in self._machines:
+            log.log(
+                logging.INFO if said_goodbye else logging.WARNING,
+                "%s (%s) has left: %s",
+                join.name,
+                control.peer,
+                reason,
+            )
+            machine.leaves = asyncio.get_running_loop().call_later(
+                0.0 if said_goodbye else LEAVE_S, self._remove, machine
+            )
+
+    async def _add(self, join: Join) -> Machine:
+        """Make the unix sockets of a machine, and tell the learner."""
+        # "dialed" makes the learner save bytes as it does over TCP.
+        path = self._folder / f"dialed-{join.name[:24]}-{join.machine[:8]}"
+        machine = self._machines[join.machine] = Machine(join, str(path))
+        loop = asyncio.get_running_loop()
+
+        def factory(i: int) -> Callable[[], Connection]:
+            return lambda: Connection(lambda c: self._begin(machine, i, c))
+
+        try:
+            for i, name in enumerate(machine.sockets()):
+                listener = await loop.create_unix_server(
+                    factory(i), name, backlog=BACKLOG
+                )
+                machine.listeners.append(listener)
+        except OSError:
+            self._remove(machine)
+            raise
+        child.tell("joined", machine.path, join.num_servers)
+        return machine
+
+    def _remove(self, machine: Machine) -> None:
+        self._machines.pop(machine.join.machine, None)
+        if machine.control is not None:
+            machine.control.close()
+        for listener in machine.listeners:
+            listener.close()
+        for name in machine.sockets():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        child.tell("left", machine.path)
+
+    # Connections of the learner.
+
+    def _begin(self, machine: Machine, index: int, connection: Connection) -> None:
+        connection.transport.pause_reading()  # Until there is a tunnel.
+        self._tasks.start(self._open(machine, index, connection))
+
+    async def _open(self, machine: Machine, index: int, connection: Connection) -> None:
+        """Ask a machine to dial; relay between its connection and the learner's."""
+        if machine.control is None:
+            connection.close()
+            return
+        ticket = secrets.token_hex(16)
+        waiting = self._tickets[ticket] = asyncio.get_running_loop().create_future()
+        machine.control.send(f"open {ticket} {index}")
+        try:
+            tunnel = await asyncio.wait_for(waiting, OPEN_S)
+        except (OSError, asyncio.TimeoutError):
+            connection.close()
+            return
+        finally:
+            self._tickets.pop(ticket, None)
+        connect(connection, tunnel)
+
+
+async def accept(flags: argparse.Namespace) -> None:
+    """Accept until the learner ends this process."""
+    context = tls.context(flags.tls_dir, is_server=False)
+    acceptor = Acceptor(flags.folder, context, flags.keepalive_s)
+    try:
+        address = await acceptor.listen(flags.listen)
+        child.tell("listening", address)
+        log.info(
+            "Machines may dial in: python -m polybeast_env --learner_address %s",
+            describe(address),
+        )
+        await asyncio.get_running_loop().create_future()  # Until it is cancelled.
+    finally:
+        await acceptor.close()
+
+
+def describe(address: str) -> str:
+    """Return an address with a name that other machines may know."""
+    host, _, port = address.rpartition(":")
+    if host in ("0.0.0.0", "[::]", "::"):
+        host = socket.gethostname()
+    return f"{host}:{port}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m core.remote.acceptor")
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--tls_dir")
+    parser.add_argument("--keepalive_s", type=float, default=10.0)
+    flags = parser.parse_args(argv)
+    flags.folder.mkdir(mode=0o700, exist_ok=True)
+    os.umask(0o177)  # Only this user may connect to the unix sockets.
+    return child.run(accept(flags), flags.folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

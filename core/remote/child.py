@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes beside the learner and beside the servers: acceptor and dialer.
+
+`Child` is for the program that starts one, `run` and `tell` for the process itself.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError, Exit
+from core.running.machine import raise_file_limit
+from core.running.supervise import (
+    ForParent,
+    Repeats,
+    RestartBudget,
+    continue_if_stopped,
+    describe_exit,
+    from_child,
+    send_at_parents_end,
+)
+
+log = logging.getLogger(__name__)
+
+END_S = 3.0  # Time to end; then it is killed.
+QUICK_S = 10.0  # A death after a shorter life counts as a quick one.
+
+
+class Child:
+    """`python -m MODULE`, started again when it dies. It ends with this process.
+
+    Starts no thread, so that this process may still fork. A context manager.
+
+    Args:
+      name: for log lines.
+      handle: called with what the process tells.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        handle: Callable[..., Any] = lambda *_: None,
+    ):
+        self._name = name
+        self._command = [sys.executable, "-m", *command]
+        self._handle = handle
+        self._budget = RestartBudget()
+        self._process: subprocess.Popen | None = None
+        self._restart_at: float | None = None  # Monotonic; None while it runs.
+        self._rest = b""  # The begin of a line.
+        self._last_line = ""
+
+    def start(self) -> None:
+        # A session of its own: Ctrl-C reaches only this process, which then ends it.
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,  # Closes when this process ends, for any reason.
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._began, self._restart_at = time.monotonic(), None
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        continue_if_stopped(self._name, self._process.pid)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            log.error("%s did not stop within %g s", self._name, END_S)
+            self._process.kill()
+            self._process.wait()
+        self._close()
+
+    def check(self) -> None:
+        """Log and handle what the process says; start it again if it has died.
+
+        Raises:
+          ConfigError: it cannot do what the flags say.
+          RuntimeError: it died too often.
+        """
+        if self._restart_at is not None and time.monotonic() >= self._restart_at:
+            self.start()
+        if self._process is None or self._restart_at is not None:
+            return
+        continue_if_stopped(self._name, self._process.pid)
+        status = self._process.poll()
+        self._read()
+        if status is None:
+            return
+        self._close()
+        if status in (Exit.CONFIG, Exit.USAGE):
+            raise ConfigError(self._last_line)
+        if time.monotonic() - self._began > QUICK_S:
+            self._budget.delivered()
+        wait_s = self._budget.died()
+        if wait_s is None:
+            raise RuntimeError(
+                f"{self._name} died again and again ({describe_exit(status)}); its "
+                f"last words: {self._last_line}"
+            )
+        log.warning(
+            "%s ended (%s); starting it again in %.1f s",
+            self._name,
+            describe_exit(status),
+            wait_s,
+        )
+        self._restart_at = time.monotonic() + wait_s
+
+    def _read(self) -> None:
+        """Handle the lines that are there."""
+        assert self._process is not None and self._process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._process.stdout.fileno(), 1 << 16):
+                *lines, self._rest = (self._rest + chunk).split(b"\n")
+                for line in lines:
+                    self._handle_line(line.decode(errors="replace"))
+
+    def _handle_line(self, line: str) -> None:
+        with contextlib.suppress(ValueError):
+            match json.loads(line):
+                case ["tell", *what]:
+                    self._handle(*what)
+                    return
+        level, text, _ = from_child(line)
+        self._last_line = text or self._last_line
+        log.log(level, "%s", text)
+
+    def _close(self) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._rest = b""
+
+
+# ------------------------------------------------------------------ in the process
+
+
+def tell(*what: Any) -> None:
+    """Tell the parent, which calls its `handle` with this."""
+    print(json.dumps(["tell", *what]), flush=True)
+
+
+def run(main: Coroutine[Any, Any, None], folder: Path | None = None) -> int:
+    """Run until SIGTERM or the parent's end; return the exit status.
+
+    Args:
+      folder: removed if the parent has ended before this process.
+    """
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(ForParent())
+    handler.addFilter(Repeats())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    send_at_parents_end(signal.SIGCONT)  # A stopped process would not see it.
+    raise_file_limit()
+    try:
+        is_orphan = asyncio.run(_run(main))
+    except ConfigError as error:
+        log.error("%s", error)
+        return Exit.CONFIG
+    if is_orphan and folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Exit.DONE
+
+
+async def _run(main: Coroutine[Any, Any, None]) -> bool:
+    """Return whether the parent has ended."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_say)
+    ended = loop.create_future()
+
+    def end(is_orphan: bool) -> None:
+        if not ended.done():
+            ended.set_result(is_orphan)
+
+    loop.add_signal_handler(signal.SIGTERM, end, False)
+    loop.add_reader(0, lambda: None if os.read(0, 4096) else end(True))
+    task = loop.create_task(main)
+    await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return ended.done() and ended.result()
+
+
+def _say(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what no task handles, such as that there are no descriptors left."""
+    error = context.get("exception")
+    log.warning("%s%s", context["message"], f": {error}" if error else "")

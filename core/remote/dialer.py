@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connects the servers of this machine to learners that listen: --learner_address.
+
+    python -m core.remote.dialer --learner_address learner:4431 ...
+
+A process of its own beside the servers; polybeast_env starts it. It tells the learner's
+acceptor how many servers there are, keeps that connection open, and dials one more
+whenever the acceptor asks for a connection to a server. It tries for ever to reach a
+learner that is away.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import random
+import re
+import socket
+import ssl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.errors import ConfigError
+from core.remote import child, tls
+from core.remote.tunnel import (
+    Connection,
+    ProtocolError,
+    Tasks,
+    connect,
+    first_line,
+    talk,
+)
+
+log = logging.getLogger(__name__)
+
+DIAL_S = 10.0  # For TCP, TLS and the first answer.
+FIRST_WAIT_S, MAX_WAIT_S = 0.1, 5.0  # Between two attempts.
+MAX_REFUSALS = 5  # In a row, before the first welcome, that end the program.
+MAX_DIALING = 16  # Tunnels that are dialed at the same time.
+OPEN = re.compile(r"open ([0-9a-f]{32}) (\d{1,5})", re.ASCII)
+
+
+class Refused(ConnectionError):
+    """One of the sides does not accept the other; to try again hardly helps."""
+
+
+class Link:
+    """Takes part in the run of one learner.
+
+    Args:
+      learner: host:port.
+      sockets: paths of the unix sockets of the servers for this learner.
+      machine: 32 hexadecimal digits, the name of this machine for acceptors.
+      context: None to do without TLS.
+    """
+
+    def __init__(
+        self,
+        learner: str,
+        sockets: Sequence[str],
+        machine: str,
+        context: ssl.SSLContext | None,
+        keepalive_s: float,
+    ):
+        self._learner = learner
+        self._sockets = sockets
+        name = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
+        self._join = f"join {machine} {len(sockets)} {name or 'host'}"
+        self._context = context
+        self._keepalive_s = keepalive_s
+        self._tasks = Tasks()
+        self._dialing = asyncio.Semaphore(MAX_DIALING)
+        self._wait_s = FIRST_WAIT_S
+        self._was_welcome = False  # At any time.
+
+    async def stay(self) -> None:
+        """Join, and join again whenever the connection is lost. Ends when cancelled.
+
+        Raises:
+          ConfigError: the learner has never let this machine in, and will not.
+        """
+        refusals = 0
+        try:
+            while True:
+                try:
+                    await self._take_part()
+                except (OSError, asyncio.TimeoutError) as error:
+                    refusals = refusals + 1 if isinstance(error, Refused) else 0
+                    text = f"{self._explain(error)}"
+                    if refusals == MAX_REFUSALS and not self._was_welcome:
+                        raise ConfigError(text) from error
+                    log.warning("%s; trying on", text)
+                await asyncio.sleep(random.uniform(0.5, 1.0) * self._wait_s)
+                self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
+        finally:
+            await self._tasks.cancel_all()
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, socket.gaierror):
+            host = self._learner.rpartition(":")[0]
+            return f"Cannot find the learner's host {host}: {error.strerror}"
+        if isinstance(error, Refused):
+            return f"The learner at {self._learner}: {error}"
+        reason = getattr(error, "strerror", None) or str(error) or "it does not answer"
+        return f"No connection to the learner at {self._learner}: {reason}"
+
+    async def _take_part(self) -> None:
+        """Join, and dial what the acceptor asks for, until the connection ends."""
+        control = await asyncio.wait_for(self._dial(self._join), DIAL_S)
+        try:
+            answer = await asyncio.wait_for(control.line(), DIAL_S)
+            if answer != "welcome":
+                raise ProtocolError(f"it said {answer!r:.200} instead of welcome")
+            self._wait_s, self._was_welcome = FIRST_WAIT_S, True
+            log.info("The learner at %s uses these servers", self._learner)
+
+            def handle(line: str) -> None:
+                match = OPEN.fullmatch(line)
+                if match is None or int(match[2]) >= len(self._sockets):
+                    raise ProtocolError(f"expected open or ping, got {line!r:.80}")
+                path = self._sockets[int(match[2])]
+                self._tasks.start(self._open(control, match[1], path))
+
+            await talk(control, self._keepalive_s, handle)
+        except asyncio.CancelledError:
+            control.send("bye")
+            raise
+        finally:
+            control.close()
+
+    async def _open(self, control: Connection, ticket: str, path: str) -> None:
+        """Relay between the socket of a server and a new connection to the learner."""
+        loop = asyncio.get_running_loop()
+        server = None
+        try:
+            _, server = await loop.create_unix_connection(Connection, path)
+            async with self._dialing:
+                dial = self._dial(f"tunnel {ticket}")
+                tunnel = await asyncio.wait_for(dial, DIAL_S)
+        except (OSError, asyncio.TimeoutError) as error:
+            if server is not None:
+                server.close()
+                log.warning("%s", self._explain(error))
+            control.send(f"gone {ticket}")
+            return
+        connect(server, tunnel)
+
+    async def _dial(self, hello: str) -> Connection:
+        """Return a new connection to the acceptor that has said `hello`."""
+        host, _, port = self._learner.rpartition(":")
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            Connection, host.strip("[]"), int(port), happy_eyeballs_delay=0.25
+        )
+        try:
+            connection.send(first_line(self._context is not None))
+            answer = await connection.line()
+            if answer.startswith("no "):
+                raise Refused(answer.removeprefix("no "))
+            if answer != "go":
+                raise ProtocolError(f"no learner: it says {answer!r:.80}")
+            if self._context is not None:
+                await connection.encrypt(self._context, is_server=True)
+            connection.send(hello)
+        except ssl.SSLError as error:
+            connection.close()
+            raise Refused(tls.describe(error)) from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+async def dial(flags: argparse.Namespace) -> None:
+    """Stay connected to all learners; each has its share of the servers."""
+    context = tls.context(flags.tls_dir, is_server=True)
+    sockets = [f"{flags.basename}.{i}" for i in range(flags.num_servers)]
+    n = len(flags.learner_address)
+    links = [
+        Link(learner, sockets[i::n], flags.machine, context, flags.keepalive_s)
+        for i, learner in enumerate(flags.learner_address)
+    ]
+    tasks = [asyncio.ensure_future(link.stay()) for link in links]
+    try:
+        await asyncio.gather(*tasks)  # Raises the first error.
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError, ConfigError):
+                await task
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m core.remote.dialer")
+    parser.add_argument("--learner_address", nargs="+", required=True)
+    parser.add_argument("--machine", required=True)
+    parser.add_argument("--basename", required=True, help="of the servers' sockets")
+    parser.add_argument("--num_servers", type=int, required=True)
+    parser.add_argument("--tls_dir")
+    parser.add_argument("--keepalive_s", type=float, default=10.0)
+    flags = parser.parse_args(argv)
+    return child.run(dial(flags), Path(flags.basename).parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections between machines that dial in and the learner: lines, TLS, then bytes.
+
+For `core.remote.acceptor`, beside the learner, and `core.remote.dialer`, beside the
+environment servers. Both are processes of their own that run asyncio.
+
+    learner ── unix socket ── acceptor ── network ── dialer ── unix socket ── server
+                                 ◄───────── dials ──────┘
+
+The dialer opens all connections. A connection begins with one line, which says whether
+it is to be encrypted. The next line, the hello, says what the connection is for:
+
+    join      stays open while the machine takes part: both sides send lines
+    tunnel    carries one gRPC connection, which the acceptor has asked for by a line
+
+In TLS the machine is the server and the learner the client, as where the learner dials.
+So both keep the certificates that they have: a machine's certificate does not make a
+learner. And the learner shows its own only after it has seen the machine's.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import ssl
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = 1
+MAX_LINE_BYTES = 512
+BUFFER_BYTES = 1 << 20  # That wait to be sent; then the other side is not read.
+READ_BYTES = 256 << 10
+CLOSE_S = 5.0  # Time to send what waits when the other side has closed.
+MAX_SERVERS = 10_000  # Of one machine.
+
+FIRST_LINE = re.compile(rf"torchbeast {PROTOCOL} (tls|plain)", re.ASCII)
+JOIN = re.compile(r"join ([0-9a-f]{32}) ([1-9]\d{0,4}) ([\w.-]{1,64})", re.ASCII)
+TUNNEL = re.compile(r"tunnel ([0-9a-f]{32})", re.ASCII)
+
+
+class ProtocolError(ConnectionError):
+    """The other side sent what it must not."""
+
+
+class Join(NamedTuple):
+    """A machine wants to take part."""
+
+    machine: str  # Random; the same each time that this dialer joins.
+    num_servers: int
+    name: str
+
+
+class Tunnel(NamedTuple):
+    """The connection that an `open` line has asked for."""
+
+    ticket: str
+
+
+def first_line(encrypt: bool) -> str:
+    return f"torchbeast {PROTOCOL} {'tls' if encrypt else 'plain'}"
+
+
+def parse_first_line(line: str) -> bool:
+    """Return whether the other side wants to encrypt.
+
+    Raises:
+      ProtocolError: this is no first line of this version.
+    """
+    if (match := FIRST_LINE.fullmatch(line)) is None:
+        raise ProtocolError(f"expected {first_line(True)!r}, got {line!r:.80}")
+    return match[1] == "tls"
+
+
+def parse_hello(line: str) -> Join | Tunnel:
+    """Return what a connection is for.
+
+    Raises:
+      ProtocolError: this is no hello.
+    """
+    if match := TUNNEL.fullmatch(line):
+        return Tunnel(match[1])
+    match = JOIN.fullmatch(line)
+    if match is None or int(match[2]) > MAX_SERVERS:
+        raise ProtocolError(f"expected a hello, got {line!r:.80}")
+    return Join(match[1], int(match[2]), match[3])
+
+
+class Connection(asyncio.Protocol):
+    """One connection, over TCP or a unix socket. For the thread of its event loop.
+
+    Args:
+      is_made: called with this object when there is a connection.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, is_made: Callable[["Connection"], Any] = lambda _: None):
+        self._is_made = is_made
+        self.error: Exception | None = None  # Why it has ended; None while it stands.
+        self._received = bytearray()  # Not yet read as lines, nor sent on.
+        self._changed: asyncio.Future | None = None  # Wakes who waits for the network.
+        self._other: Connection | None = None  # Where bytes go, once there is a tunnel.
+        self._tls: ssl.SSLObject | None = None
+        self._is_shaken = False  # Hands, by TLS.
+        self._tls_in, self._tls_out = ssl.MemoryBIO(), ssl.MemoryBIO()
+
+    # Called by asyncio.
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        self._is_made(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._tls is None:
+            self._deliver(data)
+        else:
+            self._tls_in.write(data)
+            self._decrypt()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.error = self.error or error or ConnectionResetError("it has hung up")
+        self._wake()
+        if self._other is not None:
+            self._other.close()
+
+    def pause_writing(self) -> None:
+        if self._other is not None:
+            self._other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._other is not None:
+            self._other.transport.resume_reading()
+
+    # For coroutines.
+
+    @property
+    def peer(self) -> str:
+        """The other side's IP address; "" at a unix socket."""
+        name = self.transport.get_extra_info("peername")
+        return name[0] if isinstance(name, tuple) else ""
+
+    async def line(self) -> str:
+        """Wait for a line; return it without its end.
+
+        Raises:
+          ProtocolError: it is longer than MAX_LINE_BYTES, or not ASCII.
+          OSError: the connection has ended.
+        """
+        while (end := self._received.find(b"\n", 0, MAX_LINE_BYTES)) < 0:
+            if len(self._received) >= MAX_LINE_BYTES:
+                raise ProtocolError(f"a line of more than {MAX_LINE_BYTES} bytes")
+            await self._change()
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        if len(self._received) < MAX_LINE_BYTES:
+            self.transport.resume_reading()
+        if not line.isascii():
+            raise ProtocolError(f"expected ASCII, got {line!r:.80}")
+        return line.decode("ascii")
+
+    async def encrypt(self, context: ssl.SSLContext, *, is_server: bool) -> None:
+        """Do a TLS handshake; from then on the connection is encrypted.
+
+        Raises:
+          ssl.SSLError: TLS of one of the sides refuses the other.
+          OSError: the connection has ended.
+        """
+        self._tls = context.wrap_bio(self._tls_in, self._tls_out, server_side=is_server)
+        self._tls_in.write(bytes(self._received))
+        self._received.clear()
+        self.transport.resume_reading()
+        self._decrypt()
+        while not self._is_shaken:
+            await self._change()
+
+    def certificate_name(self) -> str:
+        """Return the name in the other side's certificate; "" without TLS."""
+        certificate = self._tls.getpeercert() if self._tls is not None else None
+        names: Any = (certificate or {}).get("subjectAltName", ())
+        return names[0][1] if names else ""
+
+    def send(self, line: str) -> None:
+        self.write(f"{line}\n".encode("ascii"))
+
+    def write(self, data: bytes) -> None:
+        if self.error is not None:
+            return
+        if self._tls is None:
+            self.transport.write(data)
+        else:
+            self._tls.write(data)
+            self._flush()
+
+    def close(self) -> None:
+        """Send what waits, for at most CLOSE_S, and end the connection."""
+        if self.error is None and not self.transport.is_closing():
+            self.transport.close()
+            loop = asyncio.get_running_loop()
+            loop.call_later(CLOSE_S, self.transport.abort)
+
+    # Of this class.
+
+    async def _change(self) -> None:
+        """Wait until something has come; raise the error of an ended connection."""
+        if self.error is not None:
+            raise self.error
+        self._changed = asyncio.get_running_loop().create_future()
+        await self._changed
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _deliver(self, data: bytes) -> None:
+        if self._other is not None:
+            self._other.write(data)
+            return
+        self._received += data
+        if len(self._received) >= MAX_LINE_BYTES:  # Nobody may fill the memory.
+            self.transport.pause_reading()
+        self._wake()
+
+    def _decrypt(self) -> None:
+        assert self._tls is not None
+        pieces: list[bytes] = []
+        error: OSError | None = None
+        try:
+            if not self._is_shaken:
+                self._tls.do_handshake()
+                self._is_shaken = True
+                self._wake()
+            while piece := self._tls.read(READ_BYTES):
+                pieces.append(piece)
+            error = ConnectionResetError("it has hung up")
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as ssl_error:
+            error = ssl_error
+        if pieces:
+            self._deliver(b"".join(pieces))
+        self._flush()  # Of a handshake that failed: tells the other side why.
+        if error is not None:
+            self.error = error
+            self.transport.close()
+            self._wake()
+
+    def _flush(self) -> None:
+        if self._tls_out.pending:
+            self.transport.write(self._tls_out.read())
+
+
+def connect(a: Connection, b: Connection) -> None:
+    """From now on send what comes from one connection to the other, and end both."""
+    for one, other in ((a, b), (b, a)):
+        one._other = other
+    for one, other in ((a, b), (b, a)):
+        if one._received:
+            other.write(bytes(one._received))
+            one._received.clear()
+        one.transport.resume_reading()
+        if one.error is not None:
+            other.close()
+
+
+class Tasks:
+    """Tasks of an event loop that nobody awaits. An exception in one is logged."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task] = set()  # asyncio itself has weak references.
+
+    def start(self, coroutine: Any) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._is_done)
+        return task
+
+    def _is_done(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("Internal error", exc_info=task.exception())
+
+    async def cancel_all(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def talk(
+    connection: Connection, keepalive_s: float, handle: Callable[[str], Any]
+) -> None:
+    """Handle the lines of a connection until it ends. Pings, and answers pings.
+
+    Raises:
+      asyncio.TimeoutError: nothing has come for twice `keepalive_s`.
+      OSError: the connection has ended.
+    """
+
+    async def ping() -> None:
+        while True:
+            await asyncio.sleep(keepalive_s)
+            connection.send("ping")
+
+    task = asyncio.get_running_loop().create_task(ping())
+    try:
+        while True:
+            line = await asyncio.wait_for(connection.line(), 2 * keepalive_s)
+            if line == "ping":
+                connection.send("pong")
+            elif line != "pong":
+                handle(line)
+    finally:
+        task.cancel()

@@ -1,0 +1,642 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines that dial in: acceptor and dialer, without environments.
+
+Most tests run both in one event loop; the servers are echoes, and the learner a socket.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import re
+import resource
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from core.errors import ConfigError, Exit
+from core.remote import acceptor as acceptor_module
+from core.remote import child, dial_in, dialer, tls, tunnel
+from core.remote.acceptor import Acceptor
+from core.remote.dialer import Link
+from core.remote.tunnel import ProtocolError
+from tests.conftest import DEADLINE_S, wait_until
+
+MACHINE = "0123456789abcdef" * 2
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """Folders for --tls_dir, of two certificate authorities."""
+    certs = pytest.importorskip("tools.certs", reason="pip install cryptography")
+    root = tmp_path_factory.mktemp("certs")
+    for name in ("right", "other"):
+        assert certs.main(["--hosts", "env", "--out", str(root / name)]) == 0
+    return {
+        "machine": str(root / "right" / "env"),
+        "learner": str(root / "right" / "learner"),
+        "other machine": str(root / "other" / "env"),
+        "other learner": str(root / "other" / "learner"),
+    }
+
+
+def context(folder: str | None, *, is_server: bool) -> ssl.SSLContext | None:
+    return tls.context(folder, is_server=is_server)
+
+
+class Scene:
+    """An acceptor, and machines with echo servers.
+
+    `told` is what the acceptor has told the learner; `log` all log lines.
+    """
+
+    def __init__(self, folder: Path, caplog, monkeypatch):
+        self.folder = folder
+        (folder / "sockets").mkdir(exist_ok=True)
+        self.told: list[tuple] = []
+        self._caplog = caplog
+        caplog.set_level("INFO")
+        monkeypatch.setattr(child, "tell", lambda *what: self.told.append(what))
+        self.acceptor: Acceptor | None = None
+        self.address = "127.0.0.1:0"
+        self.links: list[asyncio.Task] = []
+        self.echoes: list[asyncio.AbstractServer] = []
+
+    @property
+    def log(self) -> str:
+        return self._caplog.text
+
+    async def open(self, tls_dir: str | None = None, keepalive_s: float = 5.0):
+        made = context(tls_dir, is_server=False)
+        self.acceptor = Acceptor(self.folder / "sockets", made, keepalive_s)
+        self.address = await self.acceptor.listen(self.address)
+
+    async def echo(self, name: str) -> str:
+        async def answer(reader, writer):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+            writer.close()
+
+        path = str(self.folder / name)
+        self.echoes.append(await asyncio.start_unix_server(answer, path))
+        return path
+
+    def join(self, *sockets: str, tls_dir: str | None = None, keepalive_s: float = 5.0):
+        made = context(tls_dir, is_server=True)
+        link = Link(self.address, sockets, MACHINE, made, keepalive_s)
+        self.links.append(asyncio.ensure_future(link.stay()))
+        return self.links[-1]
+
+    async def until(self, condition) -> None:
+        async def poll():
+            while not condition():
+                await asyncio.sleep(0.002)
+
+        await asyncio.wait_for(poll(), DEADLINE_S)
+
+    async def joined(self, times: int = 1) -> str:
+        """Wait for a machine; return its path."""
+        await self.until(lambda: self.log.count("has joined") >= times)
+        return next(what[1] for what in reversed(self.told) if what[0] == "joined")
+
+    async def close(self) -> None:
+        for link in self.links:
+            link.cancel()
+        await asyncio.gather(*self.links, return_exceptions=True)
+        if self.acceptor is not None:
+            await self.acceptor.close()
+        for echo in self.echoes:
+            echo.close()
+
+
+@pytest.fixture
+def play(tmp_path, caplog, monkeypatch):
+    """Run a coroutine with a scene; afterwards no descriptor may be left."""
+    monkeypatch.setattr(dialer, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(dialer, "MAX_WAIT_S", 0.02)
+
+    def num_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def run(body) -> None:
+        before = num_descriptors()
+
+        async def main():
+            scene = Scene(tmp_path, caplog, monkeypatch)
+            try:
+                await asyncio.wait_for(body(scene), DEADLINE_S)
+            finally:
+                await scene.close()
+            await scene.until(lambda: not acceptor_sockets(tmp_path))
+
+        asyncio.run(main())
+        gc.collect()  # What a loop leaves behind is garbage in cycles.
+        wait_until(lambda: num_descriptors() <= before)
+
+    return run
+
+
+def acceptor_sockets(folder: Path) -> list[Path]:
+    return list((folder / "sockets").iterdir())
+
+
+async def ask(path: str, data: bytes) -> bytes:
+    """Send bytes to a socket as the learner would, and return as many."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(data)
+    answer = await reader.readexactly(len(data))
+    writer.close()
+    return answer
+
+
+# -------------------------------------------------------------------------- honest
+
+
+@pytest.mark.parametrize("encrypt", [True, False], ids=["tls", "plain"])
+def test_bytes_reach_the_right_server_and_come_back(play, folders, encrypt):
+    async def body(scene: Scene) -> None:
+        await scene.open(folders["learner"] if encrypt else None)
+        paths = [await scene.echo("a"), await scene.echo("b")]
+        scene.join(*paths, tls_dir=folders["machine"] if encrypt else None)
+        path = await scene.joined()
+        assert scene.told == [("joined", path, 2)]
+        data = os.urandom(3_000_001)  # More than all buffers.
+        answers = await asyncio.gather(
+            *(ask(f"{path}.{i}", data[i:]) for i in (0, 1, 1))
+        )
+        assert answers == [data, data[1:], data[1:]]
+        if encrypt:
+            assert "(127.0.0.1, certificate of env) has joined" in scene.log
+        # A server that ends its connection ends the learner's.
+        reader, writer = await asyncio.open_unix_connection(f"{path}.1")
+        writer.write(b"x")
+        assert await reader.readexactly(1) == b"x"
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()
+
+    play(body)
+
+
+def test_sockets_are_for_this_user_only(play):
+    async def body(scene: Scene) -> None:
+        old = os.umask(0o177)  # As acceptor.main sets it.
+        try:
+            await scene.open()
+            scene.join(await scene.echo("a"))
+            path = await scene.joined()
+        finally:
+            os.umask(old)
+        assert os.stat(f"{path}.0").st_mode & 0o777 == 0o600
+
+    play(body)
+
+
+def test_a_server_that_is_away_ends_the_learners_connection_at_once(play):
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        scene.join(str(scene.folder / "nothing"))
+        path = await scene.joined()
+        reader, writer = await asyncio.open_unix_connection(f"{path}.0")
+        assert await reader.read() == b""  # And not after OPEN_S.
+        writer.close()
+
+    acceptor_module.OPEN_S, before = DEADLINE_S, acceptor_module.OPEN_S
+    try:
+        play(body)
+    finally:
+        acceptor_module.OPEN_S = before
+
+
+def test_a_machine_that_is_back_soon_keeps_its_place_and_its_tunnels(play):
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        scene.join(await scene.echo("a"))
+        path = await scene.joined()
+        reader, writer = await asyncio.open_unix_connection(f"{path}.0")
+        writer.write(b"x")
+        await reader.readexactly(1)
+        [machine] = scene.acceptor._machines.values()
+        machine.control.transport.abort()
+        assert await scene.joined(times=2) == path
+        writer.write(b"y")
+        assert await reader.readexactly(1) == b"y"
+        assert await ask(f"{path}.0", b"z") == b"z"
+        assert scene.told == [("joined", path, 1)]
+        writer.close()
+
+    play(body)
+
+
+def test_a_machine_that_says_goodbye_leaves_at_once(play):
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        link = scene.join(await scene.echo("a"))
+        path = await scene.joined()
+        link.cancel()
+        await scene.until(lambda: ("left", path) in scene.told)
+        assert not acceptor_sockets(scene.folder)
+
+    acceptor_module.LEAVE_S, before = 2 * DEADLINE_S, acceptor_module.LEAVE_S
+    try:
+        play(body)
+    finally:
+        acceptor_module.LEAVE_S = before
+
+
+def test_a_machine_that_falls_silent_leaves_after_a_limit(play, monkeypatch):
+    monkeypatch.setattr(acceptor_module, "LEAVE_S", 0.05)
+
+    async def body(scene: Scene) -> None:
+        await scene.open(keepalive_s=0.05)
+        reader, writer = await asyncio.open_connection(*scene.address.split(":"))
+        writer.write(f"torchbeast 1 plain\njoin {MACHINE} 1 frozen\n".encode())
+        path = await scene.joined()
+        await scene.until(lambda: ("left", path) in scene.told)
+        assert "frozen (127.0.0.1) has left: silent for 0.1 s" in scene.log
+        writer.close()
+
+    play(body)
+
+
+def test_a_dialer_notices_a_learner_that_falls_silent(play):
+    async def body(scene: Scene) -> None:
+        async def answer(reader, writer):
+            await reader.readline()
+            writer.write(b"go\n")
+            await reader.readline()
+            writer.write(b"welcome\n")
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        scene.echoes.append(server)
+        scene.address = "{}:{}".format(*server.sockets[0].getsockname())
+        scene.join("/nowhere", keepalive_s=0.05)
+        await scene.until(lambda: scene.log.count("uses these servers") >= 2)
+        assert "it does not answer; trying on" in scene.log
+
+    play(body)
+
+
+def test_a_dialer_waits_for_learners_and_survives_their_restarts(play):
+    async def body(scene: Scene) -> None:
+        await scene.open()  # For a free port.
+        await scene.acceptor.close()
+        scene.join(await scene.echo("a"))
+        await scene.until(lambda: "Connect call failed" in scene.log)
+        paths = set()
+        for i in (1, 2):
+            await scene.open()
+            path = await scene.joined(times=i)
+            assert await ask(f"{path}.0", b"x") == b"x"
+            paths.add(path)
+            await scene.acceptor.close()
+        assert len(paths) == 1
+
+    play(body)
+
+
+def test_a_host_that_does_not_resolve_is_named(play):
+    async def body(scene: Scene) -> None:
+        scene.address = "no-such-host.invalid:1"
+        scene.join("/nowhere")
+        await scene.until(lambda: scene.log.count("Cannot find the learner's host") > 1)
+        assert "no-such-host.invalid" in scene.log
+
+    play(body)
+
+
+# --------------------------------------------------------------------- certificates
+
+# Of the machine; of the learner; what the machine says; what the learner says.
+REFUSALS = [
+    (
+        "other machine",
+        "learner",
+        "it refuses the certificate of this side .*UNKNOWN_CA.*of another CA",
+        "127.0.0.1: its certificate: .*another CA than that of ca.pem signed it",
+    ),
+    (
+        "machine",
+        "other learner",
+        "it refuses the certificate of this side .*UNKNOWN_CA",
+        "127.0.0.1: its certificate: .*another CA",
+    ),
+    (
+        "both",
+        "other learner",
+        "its certificate: .*another CA than that of ca.pem",
+        "it refuses the certificate of this side .*UNKNOWN_CA",
+    ),
+    ("machine", None, "started with --insecure, not --tls_dir", "one side has --tls"),
+    (None, "learner", "the learner was started with --tls_dir", "one side has --tls_d"),
+]
+
+
+@pytest.mark.parametrize("machine, learner, machine_says, learner_says", REFUSALS)
+def test_both_sides_say_why_a_certificate_is_refused(
+    play, folders, tmp_path, monkeypatch, machine, learner, machine_says, learner_says
+):
+    monkeypatch.setattr(tls, "read", lambda *args, **kwargs: None)
+    folders = dict(folders)
+    if machine == "both":  # The learner trusts this machine, but not the reverse.
+        both = tmp_path / "both"
+        both.mkdir()
+        for name in ("cert.pem", "key.pem"):
+            (both / name).write_bytes(Path(folders["other learner"], name).read_bytes())
+        pems = [Path(folders[n], "ca.pem").read_text() for n in ("machine", learner)]
+        (both / "ca.pem").write_text("".join(pems))
+        folders |= {"both": folders["machine"], "other learner": str(both)}
+
+    async def body(scene: Scene) -> None:
+        await scene.open(folders.get(learner))
+        link = scene.join("/nowhere", tls_dir=folders.get(machine))
+        with pytest.raises(ConfigError, match=machine_says):
+            await link
+        assert scene.log.count("; trying on") == dialer.MAX_REFUSALS - 1
+        await scene.until(lambda: "Refused a connection from" in scene.log)
+        assert re.search(learner_says, scene.log), scene.log
+        assert scene.told == []
+
+    play(body)
+
+
+def test_a_learner_is_no_machine_nor_the_other_way_round(folders):
+    for who, is_server in (("learner", True), ("machine", False)):
+        with pytest.raises(ConfigError, match="certificate purpose.*swapped"):
+            tls.context(folders[who], is_server=is_server)
+
+
+# -------------------------------------------------------------------------- strangers
+
+
+@pytest.mark.parametrize("num", [100, 300])
+def test_silent_connections_keep_no_machine_out(play, monkeypatch, num):
+    monkeypatch.setattr(acceptor_module, "HELLO_S", 2 * DEADLINE_S)
+
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        host, port = scene.address.split(":")
+        with contextlib.ExitStack() as stack:
+            for _ in range(num):
+                stack.enter_context(socket.create_connection((host, int(port))))
+            scene.join(await scene.echo("a"))
+            path = await scene.joined()
+            assert await ask(f"{path}.0", b"x") == b"x"
+            # The machine's own connections were silent for a moment, and two more go.
+            most = min(num, acceptor_module.MAX_SILENT)
+            least = most if num == most else most - 2
+            await scene.until(lambda: least <= len(scene.acceptor._silent) <= most)
+        await scene.until(lambda: not scene.acceptor._silent)
+
+    play(body)
+
+
+def test_the_address_with_most_silent_connections_loses_one(play, monkeypatch):
+    monkeypatch.setattr(acceptor_module, "MAX_SILENT", 3)
+
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        host, port = scene.address.split(":")
+        with contextlib.ExitStack() as stack:
+            for i, last in enumerate((2, 3, 3, 4)):
+                source = (f"127.0.0.{last}", 0)
+                where = (host, int(port))
+                stack.enter_context(socket.create_connection(where, None, source))
+                num = min(i + 1, 3)
+                await scene.until(lambda num=num: len(scene.acceptor._silent) == num)
+            peers = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+            await scene.until(lambda: [*scene.acceptor._silent.values()] == peers)
+
+    play(body)
+
+
+def test_who_says_no_hello_is_ended(play, monkeypatch):
+    monkeypatch.setattr(acceptor_module, "HELLO_S", 0.05)
+
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        reader, writer = await asyncio.open_connection(*scene.address.split(":"))
+        assert await reader.read() == b""
+        assert "from 127.0.0.1: no hello within 0.05 s" in scene.log
+        writer.close()
+
+    play(body)
+
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "tls at once": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(600),
+    "no line": b"x" * 100_000,
+    "zeros": bytes(1000),
+    "another version": b"torchbeast 2 plain\n",
+    "not ASCII": "torchbeast 1 plaín\n".encode(),
+    "terminal": b"\x1b[2J\n",
+    "long hello": b"torchbeast 1 plain\njoin " + b"0" * 5000,
+    "empty hello": b"torchbeast 1 plain\n\n",
+    "no servers": f"torchbeast 1 plain\njoin {MACHINE} 0 x\n".encode(),
+    "many servers": f"torchbeast 1 plain\njoin {MACHINE} 10001 x\n".encode(),
+    "a path": f"torchbeast 1 plain\njoin {MACHINE} 1 ../x\n".encode(),
+    "unknown ticket": f"torchbeast 1 plain\ntunnel {MACHINE}\n".encode(),
+    "short ticket": b"torchbeast 1 plain\ntunnel 0\n",
+    "wrong word": f"torchbeast 1 plain\njoin {MACHINE} 1 x\nopen 1\n".encode(),
+    "wrong word, tls": b"torchbeast 1 tls\n",
+}
+
+
+def test_garbage_is_refused_and_disturbs_nobody(play, monkeypatch):
+    monkeypatch.setattr(acceptor_module, "LEAVE_S", 0.01)
+
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        for data in GARBAGE.values():
+            reader, writer = await asyncio.open_connection(*scene.address.split(":"))
+            writer.write(data)
+            with contextlib.suppress(ConnectionError):
+                while await asyncio.wait_for(reader.read(100), 4.0):
+                    pass  # Ends before HELLO_S, or this times out.
+            writer.close()
+        assert "\x1b" not in scene.log and "Internal error" not in scene.log
+        scene.join(await scene.echo("a"))
+        path = await scene.joined(times=2)  # One of GARBAGE joins before it errs.
+        assert await ask(f"{path}.0", b"x") == b"x"
+
+    play(body)
+
+
+def test_a_connection_that_ends_in_a_handshake_is_no_error(play, folders):
+    async def body(scene: Scene) -> None:
+        await scene.open(folders["learner"])
+        for data in (b"", b"\x16\x03\x03", b"\x15\x03\x03\x00\x02\x02\x28"):
+            reader, writer = await asyncio.open_connection(*scene.address.split(":"))
+            writer.write(b"torchbeast 1 tls\n")
+            assert await reader.readline() == b"go\n"
+            assert (await reader.readexactly(1)) == b"\x16"  # TLS: a handshake.
+            writer.write(data)
+            writer.close()
+        await scene.until(lambda: not scene.acceptor._silent)
+        assert "Internal error" not in scene.log
+        scene.join(await scene.echo("a"), tls_dir=folders["machine"])
+        await scene.joined()
+
+    play(body)
+
+
+def test_no_descriptors_left_is_survived(play):
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        scene.join(await scene.echo("a"))
+        path = await scene.joined()
+        asyncio.get_running_loop().set_exception_handler(child._say)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        silent = [
+            await asyncio.open_connection(*scene.address.split(":")) for _ in range(3)
+        ]
+        wait_fd = os.dup(0)
+        os.close(wait_fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wait_fd + 1, hard))
+        try:
+            more = await asyncio.open_connection(*scene.address.split(":"))
+            await scene.until(lambda: "out of system resource" in scene.log)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert await ask(f"{path}.0", b"x") == b"x"
+        for _, writer in (*silent, more):
+            writer.close()
+
+    play(body)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "join", f"join {MACHINE} 01 x", f"join {MACHINE} 1 x ", f"tunnel {MACHINE}0"],
+)
+def test_a_hello_is_right_or_refused(line):
+    with pytest.raises(ProtocolError):
+        tunnel.parse_hello(line)
+
+
+def test_right_hellos_say_what_they_are():
+    assert tunnel.parse_hello(f"join {MACHINE} 16 h-1.x") == (MACHINE, 16, "h-1.x")
+    assert tunnel.parse_hello(f"tunnel {MACHINE}") == (MACHINE,)
+
+
+# -------------------------------------------------------------------------- processes
+
+
+@pytest.fixture
+def learner():
+    """Start what a learner starts; ended at the end."""
+    started = []
+
+    def start(listen: str = "127.0.0.1:0") -> dial_in.DialedIn:
+        flags = argparse.Namespace(listen=listen, tls_dir=None, keepalive_s=5.0)
+        started.append(dial_in.DialedIn(flags))
+        return started[-1]
+
+    yield start
+    for dialed_in in started:
+        dialed_in.__exit__()
+
+
+def acceptor_of(dialed_in: dial_in.DialedIn) -> psutil.Process:
+    return psutil.Process(dialed_in._child._process.pid)
+
+
+def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
+    learner, tmp_path, background
+):
+    dialed_in = learner()
+    assert dialed_in.addresses() == []
+    flags = argparse.Namespace(
+        learner_address=[dialed_in.address], num_servers=2, tls_dir=None, keepalive_s=5
+    )
+    with dial_in.dialer(flags, str(tmp_path / "env")) as dialer_process:
+        dialer_process.start()
+        wait_until(lambda: len(dialed_in.addresses()) == 2)
+        addresses = dialed_in.addresses()
+        assert re.fullmatch(r"unix:/.*/torchbeast-\w+/dialed-.*\.0", addresses[0])
+        # Let the acceptor have the same port again.
+        dialed_in._child._command[4] = dialed_in.address
+        acceptor_of(dialed_in).kill()
+        psutil.Process(dialer_process._process.pid).suspend()
+        wait_until(lambda: dialed_in.addresses() == addresses and dialed_in._missing)
+
+        def is_back() -> bool:
+            dialer_process.check()  # Continues it.
+            return dialed_in.addresses() == addresses and not dialed_in._missing
+
+        wait_until(is_back)
+        dialer_process._process.kill()
+        wait_until(is_back)
+    wait_until(lambda: dialed_in.addresses() == [])
+    folder = Path(dialed_in._folder)
+    dialed_in.__exit__()
+    assert not folder.exists()
+
+
+def test_a_port_in_use_is_named(learner, monkeypatch):
+    first = learner()
+    monkeypatch.setattr(
+        dial_in, "Child", lambda name, command, handle: Impatient(name, command, handle)
+    )
+    with pytest.raises(ConfigError, match=f"--listen {first.address}: the port is in"):
+        learner(first.address)
+
+
+class Impatient(child.Child):
+    """Does not wait for an earlier learner's acceptor to end."""
+
+    def __init__(self, name, command, handle):
+        super().__init__(name, command, handle)
+        code = "import sys; from core.remote import acceptor as a; a.BIND_S = 0; "
+        code += "sys.exit(a.main())"
+        self._command[1:3] = ["-c", code]
+
+
+def test_both_processes_end_with_their_program(tmp_path):
+    code = f"""
+import argparse, time
+from core.remote import dial_in
+flags = argparse.Namespace(listen="127.0.0.1:0", tls_dir=None, keepalive_s=5,
+    learner_address=["127.0.0.1:1"], num_servers=1)
+a = dial_in.DialedIn(flags)
+b = dial_in.dialer(flags, {str(tmp_path / "s" / "env")!r})
+b.start()
+print(a._folder, flush=True)
+time.sleep(1000)
+"""
+    (tmp_path / "s").mkdir()
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    folder = program.stdout.readline().strip()
+    family = psutil.Process(program.pid).children()
+    assert len(family) == 2
+    for process in family:
+        process.suspend()
+    program.send_signal(signal.SIGKILL)
+    program.communicate(timeout=DEADLINE_S)
+    wait_until(lambda: not any(p.is_running() for p in family))
+    wait_until(lambda: not Path(folder).exists() and not (tmp_path / "s").exists())
+
+
+def test_status_78_for_a_certificate_that_is_of_no_use(folders, tmp_path):
+    argv = ["--listen", "127.0.0.1:0", "--folder", str(tmp_path / "s")]
+    argv += ["--tls_dir", folders["machine"]]
+    done = subprocess.run(
+        [sys.executable, "-m", "core.remote.acceptor", *argv],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == Exit.CONFIG and "swapped" in done.stdout
