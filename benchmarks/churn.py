@@ -13,6 +13,7 @@ beginning and at the end.
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import multiprocessing
@@ -72,7 +73,7 @@ def serve(commands: multiprocessing.connection.Connection) -> None:
             server, thread = servers.pop(address)
             server.stop()
             thread.result()
-        commands.send(Size.of(os.getpid()))
+        commands.send(None)
     for server, _ in servers.values():
         server.stop()
 
@@ -96,25 +97,23 @@ class Servers:
             self._start(self._pipes[i % num_processes])
         self._write()
 
-    def replace_one(self, rng: random.Random) -> Size:
-        """Replace one server; return the size of its process."""
+    def replace_one(self, rng: random.Random) -> None:
         address, pipe = self._running.pop(rng.randrange(len(self._running)))
         self._tell(pipe, "stop", address)
-        size = self._start(pipe)
+        self._start(pipe)
         self._write()
-        return size
 
-    def _start(self, pipe: multiprocessing.connection.Connection) -> Size:
+    def _start(self, pipe: multiprocessing.connection.Connection) -> None:
         address = f"unix:{self._folder}/{self._count}"
         self._count += 1
         self._running.append((address, pipe))
-        return self._tell(pipe, "start", address)
+        self._tell(pipe, "start", address)
 
     def _tell(
         self, pipe: multiprocessing.connection.Connection, verb: str, address: str
-    ) -> Size:
+    ) -> None:
         pipe.send((verb, address))
-        return pipe.recv()
+        pipe.recv()  # It is done.
 
     def _write(self) -> None:
         new = self.file.with_suffix(".new")
@@ -189,38 +188,34 @@ class Run:
         return int(rows[-1]) if rows else 0
 
 
-def measure(flags: argparse.Namespace, root: Path) -> int:
+def measure(flags: argparse.Namespace, root: Path, stack: contextlib.ExitStack) -> None:
     rng = random.Random(flags.seed)
-    runs = [Run(name, flags, root) for name in ("undisturbed", "disturbed")]
-    disturbed = runs[1]
-    try:
-        for run in runs:
-            run.wait_connected()
-        for run in runs:
-            run.begin()
-        began = time.monotonic()
-        period_s = 60 / (flags.replaced or flags.num_servers / 10)
-        num_replaced = 0
-        while (now := time.monotonic() - began) < 60 * flags.minutes:
-            if now < (num_replaced + 0.5) * period_s:
-                time.sleep(0.05)
-                continue
-            disturbed.servers.replace_one(rng)
-            num_replaced += 1
-        speeds = [run.end() for run in runs]
-        time.sleep(SETTLE_S)
-        disturbed.wait_connected()
-        for run, speed in zip(runs, speeds, strict=True):
-            print(f"{run.stop()}; {speed:,.0f} steps/s")
-        print(
-            f"{num_replaced} of {flags.num_servers} servers replaced in "
-            f"{flags.minutes:g} minutes; disturbed / undisturbed: "
-            f"{speeds[1] / speeds[0]:.1%}"
-        )
-    finally:
-        for run in runs:
-            run.kill()
-    return 0
+    runs = []
+    for name in ("undisturbed", "disturbed"):
+        runs.append(Run(name, flags, root))
+        stack.callback(runs[-1].kill)
+    for run in runs:
+        run.wait_connected()
+    for run in runs:
+        run.begin()
+    began = time.monotonic()
+    period_s = 60 / (flags.replaced or flags.num_servers / 10)
+    num_replaced = 0
+    while (now := time.monotonic() - began) < 60 * flags.minutes:
+        if now < (num_replaced + 0.5) * period_s:
+            time.sleep(0.05)
+            continue
+        runs[1].servers.replace_one(rng)
+        num_replaced += 1
+    speeds = [run.end() for run in runs]
+    time.sleep(SETTLE_S)
+    runs[1].wait_connected()
+    for run, speed in zip(runs, speeds, strict=True):
+        print(f"{run.stop()}; {speed:,.0f} steps/s")
+    print(
+        f"{num_replaced} of {flags.num_servers} servers replaced in {flags.minutes:g} "
+        f"minutes; disturbed / undisturbed: {speeds[1] / speeds[0]:.1%}"
+    )
 
 
 def main() -> int:
@@ -243,7 +238,9 @@ def main() -> int:
     parser.add_argument("--seed", type=flag_types.int_at_least(0), default=1)
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="churn-") as folder:
-        return measure(flags, Path(folder))
+        with contextlib.ExitStack() as stack:
+            measure(flags, Path(folder), stack)
+    return 0
 
 
 if __name__ == "__main__":
