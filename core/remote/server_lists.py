@@ -16,6 +16,7 @@ of the address, so that no server moves from one learner to another.
 import argparse
 import concurrent.futures
 import logging
+import os
 import socket
 import threading
 import time
@@ -35,6 +36,7 @@ ASK_S = 1.0  # Between two questions to a source.
 DNS_S = 5.0  # Between two questions to the name server.
 CLOSE_S = 1.0  # For a source that is just being asked; a name server may take longer.
 MAX_FILE_BYTES = 1 << 20
+MAX_LOOKS = 5  # At a file that is different each time.
 SHOWN = 8  # Servers named in one log line.
 
 
@@ -58,29 +60,36 @@ class Unavailable(Exception):
 class AddressFile:
     """The addresses in a file: one per line or separated by commas; # is a comment.
 
-    A change counts when two looks in a row see the same content, since the file may be
-    in the middle of being written.
+    A program may just be writing the file. So a change counts when two looks in a row
+    see the same content; at once if another file has taken its place (mv, os.replace);
+    and after MAX_LOOKS if the file changes all the time.
     """
 
     def __init__(self, path: str, flags: argparse.Namespace):
         self._path = Path(path)
         self._flags = flags
         self._text: str | None = None  # Of `_addresses`.
-        self._last_look: str | None = None
+        self._last_look: tuple[int, str] | None = None
+        self._num_looks = 0  # In which the file was not as in `_text`.
         self._addresses: list[str] = []
 
     def addresses(self) -> Sequence[str]:
-        text = self._read()
-        is_settled = text == self._last_look or self._last_look is None
-        self._last_look = text
-        if text != self._text and is_settled:
+        inode, text = self._read()
+        last, self._last_look = self._last_look, (inode, text)
+        if text == self._text:
+            self._num_looks = 0
+            return self._addresses
+        self._num_looks += 1
+        is_written = last is None or last[0] != inode or last[1] == text
+        if is_written or self._num_looks >= MAX_LOOKS:
             self._addresses = self._parse(text)
-            self._text = text
+            self._text, self._num_looks = text, 0
         return self._addresses
 
-    def _read(self) -> str:
+    def _read(self) -> tuple[int, str]:
         try:
             with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
                 raw = file.read(MAX_FILE_BYTES + 1)
             text = raw.decode()
         except (OSError, UnicodeDecodeError) as error:
@@ -95,7 +104,7 @@ class AddressFile:
                 f"--server_addresses: {self._path} is larger than {MAX_FILE_BYTES} "
                 "bytes, which no list of servers is."
             )
-        return text
+        return inode, text
 
     def _parse(self, text: str) -> list[str]:
         result: list[str] = []

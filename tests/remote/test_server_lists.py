@@ -57,6 +57,29 @@ def test_a_change_of_a_file_counts_once_two_looks_agree(tmp_path):
     path.write_text("h1:1\n")
     assert source.addresses() == ["h1:1", "h2:2"]
     assert source.addresses() == ["h1:1"]
+    assert source.addresses() == ["h1:1"]
+
+
+def test_a_file_that_takes_the_place_of_the_last_one_counts_at_once(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("h1:1\n")
+    source = AddressFile(str(path), INSECURE)
+    assert source.addresses() == ["h1:1"]
+    for i in range(3):
+        (tmp_path / "new").write_text(f"h2:{i + 1}\n")
+        (tmp_path / "new").replace(path)
+        assert source.addresses() == [f"h2:{i + 1}"]
+
+
+def test_a_file_that_never_stands_still_is_followed_too(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("h:9")
+    source = AddressFile(str(path), INSECURE)
+    seen = []
+    for i in range(1, 12):
+        seen.append(source.addresses()[0])
+        path.write_text(f"h:{i}")
+    assert seen == ["h:9"] * 5 + ["h:5"] * 5 + ["h:10"]
 
 
 @pytest.mark.parametrize(
