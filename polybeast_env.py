@@ -49,7 +49,7 @@ from core import flag_types
 from core.environments import stepping
 from core.environments.make import make
 from core.errors import ConfigError, Exit
-from core.remote import server_flags, supervisor
+from core.remote import dial_in, server_flags, supervisor
 from core.remote.addresses import addresses_to_serve
 from core.running import common_flags, terminal
 from core.running.machine import num_cores, raise_file_limit
@@ -142,6 +142,15 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "host, :4431, only this machine can connect. With 0.0.0.0:4431 other machines "
         "can connect too, and --tls_dir is needed",
     )
+    servers.add_argument(
+        "--learner_address",
+        type=server_flags.tcp_addresses,
+        metavar="HOST:PORT",
+        help="instead of listening, dial this learner, which has --listen, now and "
+        "whenever the connection is lost: works behind NAT, and where only outgoing "
+        "connections pass. A comma list (host:4431-4432) shares the servers among "
+        "several learners",
+    )
     server_flags.add_server_flags(servers)
     servers.add_argument(
         "--with_parent",
@@ -168,12 +177,16 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--pipes_basename is {flags.pipes_basename} but must be unix:/path. For "
             "TCP use --server_address host:port."
         )
-    flags.server_address = flags.server_address or SERVER_ADDRESS
-    server_flags.check_tls_flags(
-        parser, flags, [flags.pipes_basename or flags.server_address]
-    )
     if flags.num_servers is None:
         flags.num_servers = num_cores()
+    if flags.learner_address is not None:
+        server_flags.check_learner_address(parser, flags)
+    flags.server_address = flags.server_address or SERVER_ADDRESS
+    server_flags.check_tls_flags(
+        parser,
+        flags,
+        flags.learner_address or [flags.pipes_basename or flags.server_address],
+    )
     if flags.envs_per_stream is None:
         flags.envs_per_stream = server_flags.ENVS_PER_STREAM
     if flags.streams_per_server is None:
@@ -221,14 +234,17 @@ def serve(flags: argparse.Namespace) -> Exit:
       ConfigError: the environment or an address cannot be served.
       ServerError: a server process died too often.
     """
-    addresses = addresses_to_serve(flags)
     raise_file_limit()
     parent = [sys.stdin.fileno()] if flags.with_parent else []
     if flags.with_parent:  # A stopped process (SIGSTOP) would not see its parent's end.
         send_at_parents_end(signal.SIGCONT)
     with (
         StopSignal() as stop,
-        supervisor.Servers(flags, create_server, addresses, stop) as servers,
+        # Ends last, so that the learner hears the servers' goodbye.
+        dial_in.DialsOut(flags) as dialer,
+        supervisor.Servers(
+            dialer.flags, create_server, addresses_to_serve(dialer.flags), stop
+        ) as servers,
     ):
         said = False
         while stop.received is None:
@@ -238,6 +254,8 @@ def serve(flags: argparse.Namespace) -> Exit:
             if not said and servers.are_listening():
                 said = True
                 log.info("%s", servers.describe())
+                dialer.start()
+            dialer.check()
             sys.stderr.flush()  # Writes what a slow terminal has not taken yet.
         log.info("%s: stopping", stop.received.name)
     return Exit.DONE

@@ -29,6 +29,7 @@ ONLY_IN = {
         "insecure",
         "keepalive_s",
         "learner_device",
+        "listen",
         "max_learner_queue_size",
         "max_streams",
         "num_inference_threads",

@@ -87,6 +87,9 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
                 "servers, or fewer learners."
             )
         flags.server_addresses = addresses[rank() :: n]
+    if getattr(flags, "listen", None) is not None:  # Each has a door of its own.
+        host, _, port = flags.listen.rpartition(":")
+        flags.listen = f"{host}:{int(port) + rank()}"
     if getattr(flags, "pipes_basename", None) is not None:
         flags.pipes_basename += f".{rank()}"
     if rank():

@@ -54,7 +54,7 @@ CHECK_UPDATES = 1000  # Updates between two comparisons of the weights.
 MAY_DIFFER = {
     *("xpid", "savedir", "disable_checkpoint", *ranks.OUTPUTS),
     *("num_actors", "num_servers", "num_buffers", "max_learner_queue_size"),
-    *("server_addresses", "pipes_basename", "tls_dir"),
+    *("server_addresses", "listen", "pipes_basename", "tls_dir"),
     *("learner_device", "actor_device", "disable_cuda"),
     *("learner_cores", "num_inference_threads", "num_learner_threads"),
 }

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines that dial in, as the programs on both sides see them.
 
-`DialedIn` is the learner's (--listen), `dialer` polybeast_env's (--learner_address).
+`DialedIn` is for the learner (--listen), `DialsOut` for polybeast_env
+(--learner_address).
 What goes on between them is in `core.remote.tunnel`, `acceptor` and `dialer`.
 """
 
@@ -97,16 +98,59 @@ class DialedIn:
                 self._missing.discard(path)
 
 
-def dialer(flags: argparse.Namespace, basename: str) -> Child:
-    """Return the process that dials for this machine's servers; not started yet.
+class DialsOut:
+    """Dials the learners of --learner_address, if there are any. A context manager.
 
-    Args:
-      basename: the servers' sockets are unix:BASENAME.0, .1 and so on.
+    Attributes:
+      flags: as given; with --learner_address the servers are at unix sockets in a
+        private folder.
     """
-    command = ["core.remote.dialer", "--learner_address", *flags.learner_address]
-    command += ["--machine", secrets.token_hex(16), "--basename", basename]
-    command += ["--num_servers", str(flags.num_servers)]
-    command += ["--keepalive_s", str(flags.keepalive_s)]
-    if flags.tls_dir is not None:
-        command += ["--tls_dir", flags.tls_dir]
-    return Child("The dialer", command)
+
+    def __init__(self, flags: argparse.Namespace):
+        self.flags = flags
+        self._child: Child | None = None
+        if flags.learner_address is None:
+            return
+        self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
+        basename = f"{self._folder}/env"
+        command = ["core.remote.dialer", "--learner_address", *flags.learner_address]
+        command += ["--machine", secrets.token_hex(16), "--basename", basename]
+        command += ["--num_servers", str(flags.num_servers)]
+        command += ["--keepalive_s", str(flags.keepalive_s)]
+        where: dict[str, Any] = {
+            "pipes_basename": f"unix:{basename}",
+            "remove_folder": True,
+        }
+        if flags.tls_dir is not None:
+            tls.read(flags.tls_dir, is_server=True)  # Before the servers start.
+            command += ["--tls_dir", flags.tls_dir]
+            where["tls_dir"] = None  # The dialer encrypts, not the servers.
+        elif any(map(tls.is_public, flags.learner_address)):
+            log.warning(
+                "INSECURE: the traffic with the learner is neither encrypted nor "
+                "authenticated (--insecure)"
+            )
+        self.flags = argparse.Namespace(**{**vars(flags), **where})
+        self._child = Child("The dialer", command)
+
+    def start(self) -> None:
+        if self._child is not None:
+            self._child.start()
+
+    def check(self) -> None:
+        """Log what the dialer says; start it again if it has died.
+
+        Raises:
+          ConfigError: a learner has never let this machine in, and will not.
+          RuntimeError: the dialer died too often.
+        """
+        if self._child is not None:
+            self._child.check()
+
+    def __enter__(self) -> "DialsOut":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._child is not None:
+            self._child.__exit__()
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -17,11 +17,13 @@ from core.algorithm.update import Learner
 from core.errors import ConfigError
 from core.nests import ArraySpec, leaves
 from core.remote import frames, messages, tls
+from core.remote.dial_in import DialedIn
 from core.remote.greet import add_tls_reason
 from core.remote.local_servers import LocalServers
 from core.remote.server_flags import MIN_MAX_STREAMS
 from core.remote.server_lists import ServerList, describe_change
 from core.rollout import Spaces, new_rollouts, row_spec
+from core.running.common_flags import has_remote_servers
 from core.running.machine import available_memory
 from core.running.run import check_ledger
 from core.running.supervise import Watchdog
@@ -35,14 +37,14 @@ SUPERVISOR_S = 2.0
 
 
 def open_servers(flags: argparse.Namespace) -> LocalServers | ServerList:
-    """Start this machine's servers, or open the list of --server_addresses.
+    """Start this machine's servers, or open the list of those that others start.
 
     Raises:
-      ConfigError: the list cannot be used.
+      ConfigError: the list, or the address of --listen, cannot be used.
     """
-    if flags.server_addresses is None:
+    if not has_remote_servers(flags):
         return LocalServers(flags)
-    return ServerList.of_flags(flags)
+    return ServerList.of_flags(flags, DialedIn(flags) if flags.listen else None)
 
 
 def max_streams(
@@ -113,7 +115,7 @@ def check_memory(
     have = available_memory() / 2**20
     line = f"memory: {num} rollouts need {need:,.1f} MiB, have {have:,.1f} MiB"
     if need > have:
-        fewer = " (--max_streams)" if flags.server_addresses else ""
+        fewer = " (--max_streams)" if has_remote_servers(flags) else ""
         raise ConfigError(f"{line}. Lower {advice}, or use fewer environments{fewer}.")
     log.info("Preflight: %s", line)
 

@@ -9,7 +9,7 @@ from typing import Any
 from core.flag_types import divisor, int_at_least, number
 from core.remote import tls
 from core.rollout import new_rollouts
-from core.running.common_flags import ATARI_FLAGS
+from core.running.common_flags import ATARI_FLAGS, has_remote_servers
 from core.running.machine import num_cores
 
 ENVS_PER_STREAM = 8
@@ -98,8 +98,33 @@ def _checked(result: Sequence[str], text: str) -> tuple[str, ...]:
     return tuple(result)
 
 
+def tcp_address(text: str) -> str:
+    """Parse HOST:PORT or :PORT. For argparse's `type=`."""
+    match = re.fullmatch(r"(.*):(\d+)", text)
+    if match is None or text.startswith(("unix:", *LISTS)) or int(match[2]) > 65535:
+        raise argparse.ArgumentTypeError(f"expected host:port, got {text!r}")
+    return f"{match[1] or '127.0.0.1'}:{match[2]}"
+
+
+def tcp_addresses(text: str) -> tuple[str, ...]:
+    """Parse a comma list of host:port, with ranges. For argparse's `type=`."""
+    result = plain_addresses(text)
+    for address in result:
+        if address.startswith("unix:"):
+            raise argparse.ArgumentTypeError(f"expected host:port, got {address!r}")
+    return result
+
+
 def add_address_flags(group: Any) -> None:
     """Add the learner's flags about servers that run already."""
+    group.add_argument(
+        "--listen",
+        type=tcp_address,
+        metavar="HOST:PORT",
+        help="let machines dial in here, at any time: python -m polybeast_env "
+        "--learner_address HOST:PORT. With 0.0.0.0:4431 other machines can, and "
+        "--tls_dir is needed. Of several learners (torchrun) the i-th has PORT + i",
+    )
     group.add_argument(
         "--server_addresses",
         type=addresses,
@@ -193,8 +218,9 @@ def check_tls_flags(
 
 def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     """Check a learner's flags about servers; set the sizes of those that it starts."""
-    check_tls_flags(parser, flags, flags.server_addresses or ())
-    if flags.server_addresses is not None:
+    listen = (flags.listen,) if flags.listen else ()
+    check_tls_flags(parser, flags, (*(flags.server_addresses or ()), *listen))
+    if has_remote_servers(flags):
         check_server_addresses(parser, flags)
         return
     if not (flags.pipes_basename or "unix:").startswith("unix:"):
@@ -217,6 +243,27 @@ def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) ->
         )
 
 
+def check_learner_address(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace
+) -> None:
+    """Check the flags of servers that dial a learner."""
+    for name in ("server_address", "pipes_basename"):
+        if getattr(flags, name) is not None:
+            parser.error(
+                f"--{name} is {getattr(flags, name)} and --learner_address is "
+                f"{','.join(flags.learner_address)}: servers listen, or dial the "
+                "learner. Leave one out."
+            )
+    if flags.num_servers < len(flags.learner_address):
+        parser.error(
+            f"--num_servers is {flags.num_servers} but --learner_address names "
+            f"{len(flags.learner_address)} learners, and each takes a server at least. "
+            "Start more servers, or name fewer learners."
+        )
+    if problem := exposed(flags.learner_address, flags):
+        parser.error(f"--learner_address has {problem}")
+
+
 def describe_new(flags: argparse.Namespace) -> str:
     """Say how many new rollouts are in a batch, as the start of a sentence."""
     if not flags.replay_ratio:
@@ -230,22 +277,26 @@ def describe_new(flags: argparse.Namespace) -> str:
 def check_server_addresses(
     parser: argparse.ArgumentParser, flags: argparse.Namespace
 ) -> None:
-    """Refuse flags that --server_addresses makes meaningless, or an open network."""
+    """Refuse flags that make no sense with others' servers, or an open network."""
+    who = "--server_addresses names" if flags.server_addresses else "--listen is for"
     for name in (*SERVER_FLAGS, "num_actors", "pipes_basename"):
         is_ours = name not in LEARNER_FLAGS
         if is_ours and getattr(flags, name) != parser.get_default(name):
             parser.error(
-                f"--{name} is {getattr(flags, name)} but --server_addresses names "
-                "servers that run already, with settings of their own. Give it to "
-                "python -m polybeast_env, or leave --server_addresses out."
+                f"--{name} is {getattr(flags, name)} but {who} servers that others "
+                "start, with settings of their own. Give it to python -m "
+                "polybeast_env, or leave --server_addresses and --listen out."
             )
-    problem = exposed(flags.server_addresses, flags)
-    if problem and flags.mode == "train":
+    if flags.mode != "train":
+        return
+    if problem := exposed(flags.server_addresses or (), flags):
         parser.error(f"--server_addresses has {problem}")
+    if flags.listen and (problem := exposed((flags.listen,), flags)):
+        parser.error(f"--listen has {problem}")
 
 
 def exposed(addresses: Sequence[str], flags: argparse.Namespace) -> str | None:
-    """Say which address of another machine would be dialled without protection."""
+    """Say which address beyond this machine would be used without protection."""
     if flags.tls_dir or flags.insecure:
         return None
     for address in addresses:
@@ -253,8 +304,8 @@ def exposed(addresses: Sequence[str], flags: argparse.Namespace) -> str | None:
             continue  # core.remote.server_lists checks what is in it.
         if tls.is_public(address.removeprefix("dns:")):
             return (
-                f"{address}, which is another machine's. Either encrypt the traffic "
-                "and authenticate the servers: --tls_dir DIR, with a folder that "
+                f"{address}, which is beyond this machine. Either encrypt the traffic "
+                "and authenticate both sides: --tls_dir DIR, with a folder that "
                 f"{tls.CERTS_COMMAND} has made. Or allow anybody on the network "
                 "between to read and change the traffic: --insecure."
             )

@@ -28,6 +28,7 @@ from typing import Protocol
 from core import ranks
 from core.errors import ConfigError
 from core.remote import server_flags
+from core.remote.dial_in import DialedIn
 from core.running.supervise import raise_failures, start_thread
 
 log = logging.getLogger(__name__)
@@ -166,6 +167,7 @@ class ServerList:
     Args:
       fixed: addresses that do not change.
       sources: lists that do.
+      dialed_in: machines that have dialed in. Its end is this list's end.
 
     Raises:
       ConfigError: a source cannot be used.
@@ -173,8 +175,16 @@ class ServerList:
 
     is_local = False  # These servers run already, or will.
 
-    def __init__(self, fixed: Iterable[str] = (), sources: Sequence[Source] = ()):
+    def __init__(
+        self,
+        fixed: Iterable[str] = (),
+        sources: Sequence[Source] = (),
+        dialed_in: DialedIn | None = None,
+    ):
         self._fixed = tuple(fixed)
+        self._dialed_in = dialed_in
+        if dialed_in is not None:
+            sources = [*sources, dialed_in]
         self._sources = sources
         self._lock = threading.Lock()
         # Guarded by the lock, by source: the last list, and why there is no newer one.
@@ -189,18 +199,25 @@ class ServerList:
             self._threads[name] = start_thread(name, self._watch, i)
 
     @classmethod
-    def of_flags(cls, flags: argparse.Namespace) -> "ServerList":
-        """Return the servers of --server_addresses."""
+    def of_flags(
+        cls, flags: argparse.Namespace, dialed_in: DialedIn | None = None
+    ) -> "ServerList":
+        """Return the servers of --server_addresses, and those that dial in."""
         fixed: list[str] = []
         sources: list[Source] = []
-        for entry in flags.server_addresses:
+        for entry in flags.server_addresses or ():
             if entry.startswith("dns:"):
                 sources.append(DnsName(entry, flags))
             elif entry.startswith("file:"):
                 sources.append(AddressFile(entry.removeprefix("file:"), flags))
             else:
                 fixed.append(entry)
-        return cls(fixed, sources)
+        try:
+            return cls(fixed, sources, dialed_in)
+        except BaseException:
+            if dialed_in is not None:
+                dialed_in.__exit__()
+            raise
 
     @property
     def may_change(self) -> bool:
@@ -215,12 +232,19 @@ class ServerList:
         n = ranks.size()
         if n == 1 or not self.may_change:  # core.ranks has divided a fixed list.
             return tuple(result)
-        return tuple(a for a in result if zlib.crc32(a.encode()) % n == ranks.rank())
+        own = set(lists[-1]) if self._dialed_in is not None else set()
+        return tuple(
+            address
+            for address in result
+            if address in own or zlib.crc32(address.encode()) % n == ranks.rank()
+        )
 
     def problem(self) -> str:
         """Say why there is no server in the list."""
         with self._lock:
             problems = [problem for problem in self._problems if problem]
+        if self._dialed_in is not None:
+            problems.append(f"no machine has dialed in at {self._dialed_in.address}")
         return "; ".join(problems) or "the list of servers is empty"
 
     def check(self, received: int = 0) -> None:
@@ -260,6 +284,8 @@ class ServerList:
         # A thread that waits for a name server cannot be woken: it ends with the answer
         # or with the process.
         concurrent.futures.wait(self._threads.values(), CLOSE_S)
+        if self._dialed_in is not None:
+            self._dialed_in.__exit__()
 
 
 def describe_change(before: Iterable[str], after: Iterable[str]) -> str:

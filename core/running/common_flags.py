@@ -385,19 +385,25 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def has_remote_servers(flags: argparse.Namespace) -> bool:
+    """Return whether the environment servers are not this program's own."""
+    given = (getattr(flags, name, None) for name in ("server_addresses", "listen"))
+    return any(value is not None for value in given)
+
+
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> argparse.Namespace:
     """Parse the command line of a trainer.
 
     In the test modes, the flags of the network and of the environment default to those
-    in the run's meta.json. `env` is None if the servers at --server_addresses decide.
+    in the run's meta.json. `env` is None if servers decide that others have started.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     flags = parser.parse_args(argv)
     ranks.take_share(parser, flags)
     if flags.mode == "train":
-        if getattr(flags, "server_addresses", None) is None:
+        if not has_remote_servers(flags):
             flags.env = flags.env or ENV
         return flags
     from core.running import (

@@ -552,15 +552,16 @@ def acceptor_of(dialed_in: dial_in.DialedIn) -> psutil.Process:
 
 
 def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
-    learner, tmp_path, background
+    learner,
 ):
     dialed_in = learner()
     assert dialed_in.addresses() == []
     flags = argparse.Namespace(
         learner_address=[dialed_in.address], num_servers=2, tls_dir=None, keepalive_s=5
     )
-    with dial_in.dialer(flags, str(tmp_path / "env")) as dialer_process:
-        dialer_process.start()
+    with dial_in.DialsOut(flags) as machine:
+        machine.start()
+        dialer_process = machine._child
         wait_until(lambda: len(dialed_in.addresses()) == 2)
         addresses = dialed_in.addresses()
         assert re.fullmatch(r"unix:/.*/torchbeast-\w+/dialed-.*\.0", addresses[0])
@@ -571,7 +572,7 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
         wait_until(lambda: dialed_in.addresses() == addresses and dialed_in._missing)
 
         def is_back() -> bool:
-            dialer_process.check()  # Continues it.
+            machine.check()  # Continues it.
             return dialed_in.addresses() == addresses and not dialed_in._missing
 
         wait_until(is_back)
@@ -602,23 +603,24 @@ class Impatient(child.Child):
         self._command[1:3] = ["-c", code]
 
 
-def test_both_processes_end_with_their_program(tmp_path):
-    code = f"""
+def test_both_processes_end_with_their_program():
+    code = """
 import argparse, time
 from core.remote import dial_in
 flags = argparse.Namespace(listen="127.0.0.1:0", tls_dir=None, keepalive_s=5,
     learner_address=["127.0.0.1:1"], num_servers=1)
 a = dial_in.DialedIn(flags)
-b = dial_in.dialer(flags, {str(tmp_path / "s" / "env")!r})
+b = dial_in.DialsOut(flags)
 b.start()
-print(a._folder, flush=True)
+while not b._child._last_line:  # It would not notice an end while it starts.
+    b.check()
+print(a._folder, b._folder, flush=True)
 time.sleep(1000)
 """
-    (tmp_path / "s").mkdir()
     program = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    folder = program.stdout.readline().strip()
+    folders = program.stdout.readline().split()
     family = psutil.Process(program.pid).children()
     assert len(family) == 2
     for process in family:
@@ -626,7 +628,7 @@ time.sleep(1000)
     program.send_signal(signal.SIGKILL)
     program.communicate(timeout=DEADLINE_S)
     wait_until(lambda: not any(p.is_running() for p in family))
-    wait_until(lambda: not Path(folder).exists() and not (tmp_path / "s").exists())
+    wait_until(lambda: not any(Path(folder).exists() for folder in folders))
 
 
 def test_status_78_for_a_certificate_that_is_of_no_use(folders, tmp_path):
@@ -640,3 +642,80 @@ def test_status_78_for_a_certificate_that_is_of_no_use(folders, tmp_path):
         text=True,
     )
     assert done.returncode == Exit.CONFIG and "swapped" in done.stdout
+
+
+# ------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def start_machine(tmp_path):
+    """Start polybeast_env for a learner; whatever is left is killed at the end."""
+    machines = []
+
+    def start_one(learner: str, tls_dir: str) -> subprocess.Popen:
+        argv = ["--env", "Catch", "--learner_address", learner, "--num_servers", "2"]
+        argv += ["--envs_per_stream", "2", "--tls_dir", tls_dir]
+        with (tmp_path / f"machine-{len(machines)}.txt").open("w") as output:
+            machines.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "polybeast_env", *argv],
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+            )
+        return machines[-1]
+
+    yield start_one
+    for machine in machines:
+        machine.kill()
+        machine.wait()
+
+
+def test_a_run_outlives_its_machines_and_a_machine_its_learners(
+    start, start_machine, folders, tmp_path
+):
+    pytest.importorskip("libtorchbeast._C", reason="the extension is not built")
+
+    def learn(listen: str):
+        return start(
+            *("--xpid", "x", "--total_steps", 10**9, "--batch_size", 4),
+            *("--unroll_length", 5, "--log_interval_s", 0, "--listen", listen),
+            *("--tls_dir", folders["learner"]),
+            module="polybeast",
+        )
+
+    def learns(program, after: str) -> None:
+        """Wait for rows of the log with four streams, after a text in the output."""
+        program.wait_for_text(after)
+        logs = tmp_path / "runs" / "x" / "logs.csv"
+        program.wait_for(logs.exists)
+
+        def streams() -> list[str]:
+            names, *rows = (line.split(",") for line in logs.read_text().splitlines())
+            i = names.index("streams")
+            return [row[i] for row in rows if len(row) == len(names)]
+
+        before = len(streams())
+        program.wait_for(lambda: "4" in streams()[before:])
+
+    program = learn("127.0.0.1:0")
+    said = re.compile(r"--learner_address (127.0.0.1:\d+)")
+    program.wait_for(lambda: said.search(program.text()))
+    address = said.search(program.text())[1]
+    program.wait_for_text(f"no machine has dialed in at {address}")
+    first = start_machine(address, folders["machine"])
+    learns(program, "2 servers")
+    first.kill()
+    program.wait_for_text("left; now 0")
+    second = start_machine(address, folders["machine"])
+    learns(program, "left; now 0")
+    program.kill()
+    program = learn(address)
+    learns(program, "certificate of env) has joined")
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(DEADLINE_S) == 0
+    program.wait_for_text("has left: it has said goodbye")
+    program.process.terminate()
+    assert program.wait() == Exit.STOPPED, program.text()

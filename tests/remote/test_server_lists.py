@@ -88,7 +88,7 @@ def test_a_file_that_never_stands_still_is_followed_too(tmp_path):
         ("h1:1\nh2\n", INSECURE, "hosts, line 2: expected host:port.*got 'h2'"),
         ("h1:1,h2:99999", INSECURE, "hosts, line 1: expected ports from 1 to 65535"),
         ("dns:envs:1", INSECURE, "line 1: expected host:port.*got 'dns:envs:1'"),
-        ("\nh1:1", LOCAL, "hosts, line 2 has h1:1, which is another machine's"),
+        ("\nh1:1", LOCAL, "hosts, line 2 has h1:1, which is beyond this machine"),
         (b"\xff\xfe", INSECURE, "cannot read .*hosts"),
         ("#" * 2_000_000, INSECURE, "hosts is larger than 1048576 bytes"),
     ],
