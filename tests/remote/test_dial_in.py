@@ -552,9 +552,10 @@ def acceptor_of(dialed_in: dial_in.DialedIn) -> psutil.Process:
 
 
 def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
-    learner,
+    learner, caplog
 ):
     dialed_in = learner()
+    caplog.set_level("INFO")
     assert dialed_in.addresses() == []
     flags = argparse.Namespace(
         learner_address=[dialed_in.address], num_servers=2, tls_dir=None, keepalive_s=5
@@ -577,7 +578,7 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
 
         wait_until(is_back)
         dialer_process._process.kill()
-        wait_until(is_back)
+        wait_until(lambda: is_back() and caplog.text.count("has joined") == 3)
     wait_until(lambda: dialed_in.addresses() == [])
     folder = Path(dialed_in._folder)
     dialed_in.__exit__()
