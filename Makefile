@@ -15,7 +15,7 @@ QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 
   --entropy_cost 0.02
 
 .PHONY: train quickstart test test-classic sanitize fuzz nemesis nemesis-short bench \
-  results-table wheel lint setup clean
+  results-table wheel fresh images lint setup clean
 
 # PolyBeast on Atari Pong, unless ARGS names another environment. Goes on from its
 # checkpoint.
@@ -67,6 +67,14 @@ results-table: setup
 # A wheel with the gRPC libraries inside, in dist/: for machines without a compiler.
 wheel: setup
 	tools/wheel.sh
+
+# The README's first commands, word for word, in an empty Debian; some minutes. As root.
+fresh: setup
+	$(PY) -m tools.fresh.readme
+
+# The steps of tools/docker's Dockerfiles, and their commands, likewise.
+images: setup
+	$(PY) -m tools.fresh.dockerfiles
 
 lint: setup
 	$(PY) -m ruff check
