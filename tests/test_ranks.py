@@ -55,6 +55,15 @@ def test_each_learner_has_servers_of_its_own(learner):
     assert len(set.union(*taken)) == 7
 
 
+def test_a_list_that_may_change_is_divided_where_it_is_read(learner):
+    learner(2, 3)
+    flags = parse(
+        *(polybeast, "--batch_size", 6, "--max_streams", 7),
+        *("--server_addresses", "dns:localhost:1"),
+    )
+    assert (flags.server_addresses, flags.max_streams) == (("dns:localhost:1",), 3)
+
+
 def test_learners_on_one_machine_share_its_cores(learner):
     cores = num_cores()
     learner(0, 2 * cores)

@@ -4,6 +4,7 @@
 import contextlib
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from core.errors import ConfigError
 from core.remote import greet, server_lists
 from core.remote.server_lists import AddressFile, DnsName, ServerList, Unavailable
-from tests.conftest import wait_until
+from tests.conftest import DEADLINE_S, wait_until
 
 INSECURE = SimpleNamespace(tls_dir=None, insecure=True)
 LOCAL = SimpleNamespace(tls_dir=None, insecure=False)
@@ -230,9 +231,20 @@ def test_learners_divide_a_list_and_no_server_changes_its_learner(monkeypatch):
 # --- The start --------------------------------------------------------------------
 
 
+class Stop:
+    """A signal to stop that comes when a test has taken too long."""
+
+    def __init__(self):
+        self._deadline = time.monotonic() + DEADLINE_S
+
+    @property
+    def received(self):
+        return 15 if time.monotonic() > self._deadline else None
+
+
 def start(servers, stall_timeout_s):
     flags = SimpleNamespace(tls_dir=None, info_keys=(), stall_timeout_s=stall_timeout_s)
-    return greet.greet(flags, servers, SimpleNamespace(received=None))
+    return greet.greet(flags, servers, Stop())
 
 
 def test_a_name_that_never_resolves_ends_the_start(resolver):
