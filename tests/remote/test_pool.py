@@ -67,12 +67,13 @@ def test_lost_contact_for_a_certificate_says_so(monkeypatch, caplog):
         ({"connected": 0}, "environment servers, none of which is connected"),
         ({"states": ["waiting_for_inference", "receiving"]}, "inference"),
         ({"states": ["waiting_for_room", "waiting_for_inference"]}, "the learner"),
+        ({"states": ["waiting_for_room", "unused"]}, "the learner (streams: 1 waiting"),
     ],
 )
 def test_what_a_run_waits_for_is_named(changes, named):
     queue = libtorchbeast.BatchingQueue()
     text = pool.describe_wait(stats(**changes), queue)
-    assert text.startswith(named)
+    assert text.startswith(named) and "unused" not in text
 
 
 class FakeServers:
@@ -175,6 +176,20 @@ def test_the_pool_follows_the_list_of_servers_and_one_line_says_so(caplog):
         "Servers: 2 servers (a, b) joined; 0 servers left; now 2",
         full,
     ]
+
+
+def test_the_time_of_servers_that_left_counts_once():
+    flags = SimpleNamespace(stall_timeout_s=10.0, on_stall="stop")
+    learner = SimpleNamespace(progress=lambda: 7, busy=BusyTime())
+    actors = FakeActors()
+    servers = FakeServers(is_local=False)
+    watch = pool.PoolWatch(flags, learner, actors, None, 1, servers)
+    for env_s, addresses in ((4.0, ["a", "b"]), (7.0, ["b"]), (7.0, [])):
+        servers_now = {name: {"steps": 0, "env_s": 0.0} for name in addresses}
+        now = stats(connected=0, env_s=env_s, addresses=servers_now)
+        watch._count_env_time(now)
+    assert learner.busy._seconds == {"env": 4.0 / 2 + 3.0}
+    watch.close()
 
 
 @pytest.mark.parametrize(
