@@ -10,5 +10,5 @@ Environment servers import neither torch nor libtorchbeast. `greet` and `pool` i
 both: only the learner may import these two.
 
 Start with `env_server` and `supervisor` for the servers, with `pool` for the learner,
-with `messages` for the protocol.
+with `server_lists` for which servers there are, with `messages` for the protocol.
 """
