@@ -40,11 +40,11 @@ sanitize: setup
 	$(MAKE) -j 2 -C csrc/tests SANITIZE=address
 
 # Everything that reads what strangers send: the C++ under AddressSanitizer and UBSan,
-# then the Python; each of five targets for so many seconds.
+# then the Python; each of six targets for so many seconds.
 FUZZ_S := 60
 fuzz: setup
 	$(MAKE) -C csrc/tests fuzz FUZZ_S=$(FUZZ_S)
-	for target in server welcome checkpoint; do \
+	for target in server welcome dial checkpoint; do \
 	  $(PY) -m tools.fuzz $$target --seconds $(FUZZ_S) || exit 1; \
 	done
 

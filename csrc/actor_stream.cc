@@ -555,7 +555,8 @@ std::shared_ptr<Stream> ActorStream::follow_address_locked() {
 // or, if there is none, destroy the last connection.
 void ActorStream::set_address_locked() {
   address_ = wanted_;
-  takes_newest_frames_ = !address_.starts_with("unix:");
+  takes_newest_frames_ = !address_.starts_with("unix:") ||
+                         address_.find("/dialed-") != std::string::npos;
   was_connected_ = false;
   attempts_ = 0;
   failures_ = 0;

@@ -157,7 +157,8 @@ class ActorStream final : public StreamEvents {
   // but incarnations_ and life_ begin anew with another address.
   std::string address_;
   // To find out which frames are new costs a server more than to copy all of
-  // them to a unix socket.
+  // them to a unix socket. But the sockets of machines that have dialed in,
+  // which core/remote/acceptor.py names dialed-*, lead to the network.
   bool takes_newest_frames_ = false;
 
   uint64_t incarnations_ = 0;   // Connections that were welcomed.

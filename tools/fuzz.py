@@ -12,6 +12,7 @@ changes to good inputs are tried blindly. csrc/tests has the same for C++.
 """
 
 import argparse
+import asyncio
 import contextlib
 import hashlib
 import importlib
@@ -102,6 +103,41 @@ class Welcome:
             self.decode(data)
 
 
+class Dial:
+    """A learner's acceptor: what a stranger says before it has joined."""
+
+    def __init__(self) -> None:
+        from core.remote import acceptor, tunnel
+
+        class Transport(asyncio.Transport):
+            def write(self, data: bytes) -> None: ...
+
+            def set_write_buffer_limits(self, high=None, low=None) -> None: ...
+
+            def pause_reading(self) -> None: ...
+
+            def resume_reading(self) -> None: ...
+
+        self.transport = Transport()
+        self.tunnel = tunnel
+        self.acceptor = acceptor.Acceptor(Path(), None, 1.0)
+        self.loop = asyncio.new_event_loop()
+        ticket = b"0123456789abcdef" * 2
+        self.seeds = [
+            b"torchbeast 1 plain\njoin " + ticket + b" 16 host-1.lan\npong\n",
+            b"torchbeast 1 plain\ntunnel " + ticket + b"\nPRI * HTTP/2.0\r\n",
+            b"torchbeast 1 tls\n",
+        ]
+
+    def read(self, data: bytes) -> None:
+        connection = self.tunnel.Connection()
+        connection.connection_made(self.transport)
+        connection.data_received(data)
+        connection.connection_lost(None)
+        with _only(ConnectionError):
+            self.loop.run_until_complete(self.acceptor._receive_hello(connection))
+
+
 class Checkpoint:
     """A folder of checkpoints, two of them good. The last one becomes the input.
 
@@ -145,11 +181,17 @@ class Checkpoint:
             _check_text(line)
 
 
-TARGETS = {"server": Server, "welcome": Welcome, "checkpoint": Checkpoint}
+TARGETS = {
+    "server": Server,
+    "welcome": Welcome,
+    "dial": Dial,
+    "checkpoint": Checkpoint,
+}
 # What is to be watched for coverage, before it is imported.
 MODULES = {
     "server": "core.remote.codec",
     "welcome": "core.remote.codec",
+    "dial": "core.remote.tunnel",
     "checkpoint": "core.running.checkpoint",
 }
 

@@ -8,6 +8,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "actor_pool.h"
@@ -30,6 +31,20 @@ RigOptions with_places(size_t max_streams, Addresses addresses = {}) {
 }
 
 }  // namespace
+
+TEST(machines_that_dialed_in_send_the_newest_frames_only) {
+  const std::vector<std::pair<std::string, bool>> cases = {
+      {"unix:/tmp/torchbeast-x/env.0", false},
+      {"unix:/tmp/torchbeast-x/dialed-host-1234.0", true},
+      {"host:1", true}};
+  for (const auto& [address, newest] : cases) {
+    Rig rig(with_places(1, {address}));
+    rig.start();
+    Player player(rig.network->accept(), 3);
+    player.greet();
+    CHECK_EQ(player.hello.newest_frames, newest);
+  }
+}
 
 TEST(streams_come_and_go_with_the_list) {
   Rig rig(with_places(1));

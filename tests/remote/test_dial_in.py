@@ -529,6 +529,59 @@ def test_right_hellos_say_what_they_are():
     assert tunnel.parse_hello(f"tunnel {MACHINE}") == (MACHINE,)
 
 
+# ------------------------------------------------------------------------------ flags
+
+
+@pytest.mark.parametrize(
+    "program, argv, said",
+    [
+        ("polybeast", "--listen 0.0.0.0:1", "--listen has 0.0.0.0:1, which is beyond"),
+        ("polybeast", "--listen 4431", "expected host:port, got '4431'"),
+        ("polybeast", "--listen unix:/x", "expected host:port, got 'unix:/x'"),
+        (
+            "polybeast",
+            "--listen :1 --num_servers 2",
+            "--listen is for servers that oth",
+        ),
+        (
+            "polybeast",
+            "--listen :1 --tls_dir x --insecure",
+            "they contradict each other",
+        ),
+        ("polybeast_env", "--learner_address h:1", "h:1, which is beyond this machine"),
+        ("polybeast_env", "--learner_address unix:/x", "expected host:port"),
+        (
+            "polybeast_env",
+            "--learner_address :1 --server_address :2",
+            "expected host:port",
+        ),
+        (
+            "polybeast_env",
+            "--learner_address localhost:1 --server_address :2",
+            "servers listen, or dial the learner. Leave one out",
+        ),
+        (
+            "polybeast_env",
+            "--learner_address localhost:1-3 --num_servers 2",
+            "names 3 learners, and each takes a server at least",
+        ),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(program, argv, said, capsys):
+    module = pytest.importorskip(program, reason="needs the extension")
+    with pytest.raises(SystemExit) as end:
+        module.parse_flags(argv.split())
+    assert end.value.code == Exit.USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_several_learners_listen_at_ports_of_their_own(monkeypatch):
+    polybeast = pytest.importorskip("polybeast", reason="needs the extension")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert polybeast.parse_flags(["--listen", ":4431"]).listen == "127.0.0.1:4432"
+
+
 # -------------------------------------------------------------------------- processes
 
 

@@ -41,7 +41,7 @@ TARGETS: dict[str, Callable[[float, int], list[str]]] = {
             *(sys.executable, "-m", "tools.fuzz", name, f"--seed={seed}"),
             f"--seconds={seconds}",
         ]
-        for name in ("server", "welcome", "checkpoint")
+        for name in ("server", "welcome", "dial", "checkpoint")
     },
 }
 
