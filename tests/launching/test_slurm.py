@@ -4,7 +4,6 @@
 Seen red: without `scontrol requeue` the job fails, and does not come back.
 """
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,7 @@ def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path):
     run_dir = tmp_path / "runs" / "x"
     csv = run_dir / "logs.csv"
     output = tmp_path / "output.txt"
-    host = socket.gethostname().partition(".")[0]
-    assert certs.main(["--hosts", host, "--out", str(tmp_path / "certs")]) == 0
+    assert certs.main(["--hosts", "servers", "--out", str(tmp_path / "certs")]) == 0
     flags = f"--savedir {run_dir.parent} --total_steps {STEPS} --log_interval_s 1"
     settings = {
         "XPID": "x",
@@ -41,7 +39,6 @@ def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path):
         "SERVERS_PER_JOB": "1",
         "SERVER_OPTIONS": f"--output={tmp_path}/servers-%a.txt",
         "CERTS": str(tmp_path / "certs"),
-        "LISTS": str(tmp_path / "servers"),
     }
     # The one command that is documented, on a node of this size.
     size = ["--cpus-per-task=1", f"--output={output}"]
@@ -65,7 +62,6 @@ def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path):
     steps = [int(row["step"]) for row in rows]
     assert steps == sorted({*steps})
     assert steps[-1] >= STEPS
-    returns = [float(row["mean_episode_return"] or -1) for row in rows]
-    assert returns[-1] > returns[1] + 0.2  # It has learned something.
+    assert float(rows[-1]["mean_episode_return"]) > 0.8  # Random play: -0.6.
     assert "goes on from step" in output.read_text()
     assert slurm.run("squeue", "-h") == ""
