@@ -161,7 +161,7 @@ class Machine:
         env: Mapping[str, str] = {},
         **options: object,
     ) -> subprocess.Popen:
-        """Start a command inside. Its processes end with it, and with this program."""
+        """Start a command inside. Its processes end with it: see `end`."""
         mounts = ["mount -t proc proc proc", "mount --rbind /dev dev"]
         for path in self._mounts:
             inside = shlex.quote(path[1:])
@@ -192,3 +192,11 @@ class Machine:
         status = self.start(command, **options).wait()  # type: ignore[arg-type]
         if status != 0:
             raise FreshError(f"{shlex.join(command)} ended with {status}")
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kill what `Machine.start` has started, and all that came of it."""
+    # unshare's --kill-child does not reach a child that has become another user.
+    subprocess.run(["pkill", "-KILL", "-P", str(process.pid)])
+    process.kill()
+    process.wait()

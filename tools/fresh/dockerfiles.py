@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.fresh.debian import FreshError, Machine, add_base_flag, debian
+from tools.fresh.debian import FreshError, Machine, add_base_flag, debian, end
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tools" / "docker"
@@ -146,8 +146,7 @@ def check_servers(image: Image) -> None:
             if "Serving PongNoFrameskip-v4" in line:
                 return
     finally:
-        servers.kill()
-        servers.wait()
+        end(servers)
     raise FreshError("the servers ended before they served")
 
 
