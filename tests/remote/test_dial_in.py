@@ -187,6 +187,31 @@ def test_bytes_reach_the_right_server_and_come_back(play, folders, encrypt):
     play(body)
 
 
+def test_who_does_not_read_fills_no_memory(play):
+    async def body(scene: Scene) -> None:
+        async def ignore(reader, writer):
+            writer.transport.pause_reading()
+            ignored.append(writer)
+
+        ignored: list[asyncio.StreamWriter] = []
+        path = str(scene.folder / "deaf")
+        scene.echoes.append(await asyncio.start_unix_server(ignore, path))
+        await scene.open()
+        scene.join(path)
+        _, writer = await asyncio.open_unix_connection(f"{await scene.joined()}.0")
+        writer.write(bytes(64 << 20))
+        await scene.until(lambda: ignored)
+        waiting = [-1, 0]
+        while waiting[-1] != waiting[-2]:  # Until nothing moves any more.
+            await asyncio.sleep(0.1)
+            waiting.append(writer.transport.get_write_buffer_size())
+        assert waiting[-1] > 32 << 20
+        writer.transport.abort()
+        ignored[0].transport.abort()
+
+    play(body)
+
+
 def test_sockets_are_for_this_user_only(play):
     async def body(scene: Scene) -> None:
         old = os.umask(0o177)  # As acceptor.main sets it.
