@@ -160,18 +160,23 @@ def test_a_name_is_asked_again_after_some_seconds(resolver, monkeypatch):
 # --- All servers ------------------------------------------------------------------
 
 
+def watching():
+    return [t for t in threading.enumerate() if t.name.startswith("server-list-")]
+
+
 def test_the_list_follows_its_sources_and_leaves_no_thread():
-    before = threading.active_count()
     sources = [FakeSource(["b:1", "a:1"]), FakeSource(["c:1"])]
     with ServerList(["a:1"], sources) as servers:
         assert servers.may_change and not servers.is_local
         assert servers.addresses == ("a:1", "b:1", "c:1")
         sources[1].result = ["d:1"]
         wait_until(lambda: servers.addresses == ("a:1", "b:1", "d:1"))
-    assert threading.active_count() == before
+        assert len(watching()) == 2
+    # A thread's future is done a moment before the thread.
+    wait_until(lambda: not watching())
     with ServerList(["a:1"]) as servers:
         assert not servers.may_change and servers.addresses == ("a:1",)
-        assert threading.active_count() == before
+        assert not watching()
 
 
 @pytest.mark.parametrize("error", [ConfigError("bad line"), Unavailable("no name")])
