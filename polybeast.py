@@ -262,6 +262,9 @@ class Net(nn.Module):
         self.core = create_lstm(core_size, LSTM_SIZE) if use_lstm else None
         head_size = LSTM_SIZE if use_lstm else core_size
         self.policy = PolicyHead(head_size, self.distribution, initial_std)
+        self.value_torso = None
+        if model == "tanh" and not use_lstm:  # As in PPO's networks for MuJoCo.
+            self.value_torso = TORSOS[model](observation_space)
         linear = PopArt if "returns" in normalize else nn.Linear
         self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
 
@@ -288,13 +291,16 @@ class Net(nn.Module):
         T, B = rows["done"].shape
         observation = map_nest(lambda x: x.flatten(0, 1), rows["observation"])
         observation, mask = split_mask(observation)
-        with torch.autocast(
-            rows["done"].device.type, torch.bfloat16, enabled=self.bfloat16
-        ):
-            features = self.torso(observation).float()  # [T*B, features]
         reward = rows["reward"].clamp(-1, 1) if self.clip_rewards else rows["reward"]
         last_action = self.action_features(rows["last_action"])
-        x = torch.cat([features, reward.view(T * B, 1), last_action], dim=1)
+
+        def features(torso: nn.Module) -> torch.Tensor:
+            device = rows["done"].device.type
+            with torch.autocast(device, torch.bfloat16, enabled=self.bfloat16):
+                x = torso(observation).float()  # [T*B, features]
+            return torch.cat([x, reward.view(T * B, 1), last_action], dim=1)
+
+        x = features(self.torso)
         if self.core is not None:
             x, core_state = unroll_lstm(
                 self.core, x.view(T, B, -1), rows["done"], core_state
@@ -305,7 +311,9 @@ class Net(nn.Module):
             logits = mask_logits(logits, mask)
         outputs = {
             "policy_logits": logits.view(T, B, -1),
-            "baseline": self.baseline(x).view(T, B),
+            "baseline": self.baseline(
+                features(self.value_torso) if self.value_torso else x
+            ).view(T, B),
         }
         return outputs, core_state
 

@@ -247,8 +247,9 @@ def _add_network_flags(learner: Any) -> None:
         default="auto",
         help="deep: the IMPALA paper's residual network. shallow: three convolutions. "
         "small: one, for pictures of less than 36 pixels a side. mlp: any small "
-        "observation. tanh: the same, with two tanh layers of 64, for continuous "
-        "control. auto: shallow or small for pictures, else mlp",
+        "observation. tanh: the same, with two tanh layers of 64, and two more for the "
+        "baseline unless --use_lstm, for continuous control. auto: shallow or small "
+        "for pictures, else mlp",
     )
     learner.add_argument(
         "--use_lstm", action="store_true", help="add a recurrent core to the network"

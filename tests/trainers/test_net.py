@@ -117,14 +117,26 @@ def test_every_model_gives_logits_and_a_baseline_per_row(model, space, use_lstm)
 
 
 @pytest.mark.parametrize("use_lstm", [False, True])
-def test_every_parameter_gets_a_gradient(use_lstm):
+@pytest.mark.parametrize("model", ["mlp", "tanh"])
+def test_every_parameter_gets_a_gradient(model, use_lstm):
     space = VECTORS["dict"]
-    net = make_net(space, use_lstm=use_lstm)
+    net = make_net(space, model=model, use_lstm=use_lstm)
     rows = make_rows(space, spaces.Discrete(A))
     outputs, _ = net(rows, net.initial_state(B))
     sum(output.square().sum() for output in outputs.values()).backward()
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("output", ["policy_logits", "baseline"])
+def test_policy_and_baseline_of_tanh_share_no_parameter(output):
+    space = VECTORS["box"]
+    net = make_net(space, model="tanh")
+    outputs, _ = net(make_rows(space, spaces.Discrete(A)))
+    outputs[output].square().sum().backward()
+    learned = {name for name, x in net.named_parameters() if x.grad is not None}
+    own = ("policy.", "torso.") if output == "policy_logits" else ("baseline.", "value")
+    assert learned == {x for x, _ in net.named_parameters() if x.startswith(own)}
 
 
 @pytest.mark.parametrize("use_lstm", [False, True])
