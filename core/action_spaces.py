@@ -27,7 +27,7 @@ import numpy as np
 
 from core.errors import ConfigError
 from core.nests import Nest, leaves
-from core.rollout import leaf_spaces
+from core.rollout import leaf_spaces, text_of, wrong_bounds
 
 ACTION_MASK = "action_mask"  # Key of a Dict observation.
 MAX_CATEGORIES = 2**24  # More than this torch.multinomial does not sample from.
@@ -60,7 +60,7 @@ def check_actions(space: gym.Space) -> None:
             _check_box(name, part)
         if max(category_sizes(part), default=0) > MAX_CATEGORIES:
             raise ConfigError(
-                f"'{name}' is {part}: a policy cannot choose among more than "
+                f"'{name}' is {text_of(part)}: a policy cannot choose among more than "
                 f"{MAX_CATEGORIES} values. Wrap the environment so that it takes "
                 "MultiDiscrete (digits of the number), or a Box of floats."
             )
@@ -69,15 +69,14 @@ def check_actions(space: gym.Space) -> None:
 def _check_box(name: str, space: gym.spaces.Box) -> None:
     if space.dtype.kind != "f":
         raise ConfigError(
-            f"'{name}' is {space}: no distribution of the policy fits a Box of "
-            f"{space.dtype}. Wrap the environment so that it takes a Box of floats, or "
-            "MultiDiscrete for whole numbers, or MultiBinary for bits."
+            f"'{name}' is {text_of(space)}: no distribution of the policy fits a Box "
+            f"of {space.dtype}. Wrap the environment so that it takes a Box of floats, "
+            "or MultiDiscrete for whole numbers, or MultiBinary for bits."
         )
-    if not (space.low <= space.high).all():  # False for NaN, too.
+    if (problem := wrong_bounds(space.low, space.high)) is not None:
         raise ConfigError(
-            f"'{name}' is {space}: expected each lower bound to be a number no larger "
-            f"than the upper bound, got {space.low.tolist()} and "
-            f"{space.high.tolist()}. Change it with a gymnasium.ActionWrapper."
+            f"'{name}' is {text_of(space)}: {problem}. Change it with a "
+            "gymnasium.ActionWrapper."
         )
 
 
@@ -141,7 +140,7 @@ def check_mask(observation_space: gym.Space, action_space: gym.Space) -> None:
         raise ConfigError(
             f"the observation has the key '{ACTION_MASK}', but a mask rules out values "
             f"of Discrete and MultiDiscrete actions only, and the action space is "
-            f"{action_space}. Give that key another name."
+            f"{text_of(action_space)}. Give that key another name."
         )
     parts = mask.spaces if isinstance(mask, gym.spaces.Tuple) else (mask,)
     are_flags = all(
@@ -149,10 +148,10 @@ def check_mask(observation_space: gym.Space, action_space: gym.Space) -> None:
     )
     if not are_flags or gym.spaces.flatdim(mask) != expected:
         raise ConfigError(
-            f"'observation/{ACTION_MASK}' is {mask}; expected {expected} zeros and "
-            f"ones, one for each value of each Discrete choice in the action space "
-            f"{action_space}: MultiBinary({expected}), a Box of int8, or a Tuple of "
-            "such spaces. If it is no mask, give that key another name."
+            f"'observation/{ACTION_MASK}' is {text_of(mask)}; expected {expected} "
+            f"zeros and ones, one for each value of each Discrete choice in the action "
+            f"space {text_of(action_space)}: MultiBinary({expected}), a Box of int8, "
+            "or a Tuple of such spaces. If it is no mask, give that key another name."
         )
     if isinstance(rest, gym.spaces.Dict) and not rest.spaces:
         raise ConfigError(

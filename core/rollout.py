@@ -73,6 +73,8 @@ DTYPES = (
     *("int8", "int16", "int32", "int64", "float16", "float32", "float64"),
 )
 
+MAX_TEXT = 300  # Characters of a space in a message.
+
 
 class UnlearnableSpace(ValueError):
     """Rollouts cannot hold values of this space; the message says what to do."""
@@ -117,6 +119,24 @@ def leaf_spaces(space: gym.Space) -> Nest:
     return space
 
 
+def text_of(space: gym.Space) -> str:
+    """Return a space as one line; that of a large Box is cut, for messages."""
+    text = " ".join(str(space).split())
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+
+
+def wrong_bounds(low: np.ndarray, high: np.ndarray) -> str | None:
+    """Say which element of a Box has no finite value within its bounds, or None."""
+    is_right = (low <= high) & (low < np.inf) & (high > -np.inf)  # False for NaN.
+    if is_right.all():
+        return None
+    at = tuple(np.argwhere(~is_right)[0].tolist())
+    return (
+        f"element {list(at)} has the bounds {low[at]} and {high[at]}; expected lower "
+        "bound <= upper bound, lower bound < inf and upper bound > -inf"
+    )
+
+
 def value_range(space: gym.Space) -> tuple[Any, Any] | None:
     """Return the lowest and highest allowed value of an integer-valued leaf.
 
@@ -148,13 +168,14 @@ def _problem(space: gym.Space) -> str | None:
         case (
             gym.spaces.Box() | gym.spaces.MultiBinary() | gym.spaces.MultiDiscrete()
         ) if 0 in space.shape:
-            return f"is {space} of shape {space.shape}, which holds no values"
+            return f"is {text_of(space)} of shape {space.shape}, which holds no values"
         case gym.spaces.Box() if (
             space.dtype.name not in DTYPES or not space.dtype.isnative
         ):
-            return f"is {space}; expected one of the dtypes {', '.join(DTYPES)}"
+            dtypes = ", ".join(DTYPES)
+            return f"is {text_of(space)}; expected one of the dtypes {dtypes}"
         case gym.spaces.Box() if np.isnan([space.low, space.high]).any():
-            return f"is {space}; expected bounds that are numbers or infinite"
+            return f"is {text_of(space)}; expected bounds that are numbers or infinite"
         case (
             gym.spaces.Box()
             | gym.spaces.MultiBinary()

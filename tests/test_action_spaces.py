@@ -183,14 +183,31 @@ def test_the_row_before_the_first_action_shows_one_of_the_space():
 
 # ------------------------------------------------- where runs say what they cannot take
 
+
+def box_with(low, high):
+    """A Box of so many bounds that Gymnasium shows them in several lines."""
+    bounds = np.arange(20, dtype=np.float32).reshape(4, 5) / 7
+    box = spaces.Box(bounds, bounds + 1)
+    box.low[1, 2], box.high[1, 2] = low, high
+    return box
+
+
 MISFITS = {
     "whole_numbers": (spaces.Box(0, 9, (2,), np.int64), "Box of int64"),
     "two_flags": (spaces.Discrete(3), "expected 3 zeros and ones"),
+    "infinite": (
+        box_with(np.inf, np.inf),
+        r"element \[1, 2\] has the bounds inf and inf; expected lower bound",
+    ),
 }
 
 
 def whole_numbers():
     return bodies.Body(MISFITS["whole_numbers"][0])
+
+
+def infinite():
+    return bodies.Body(MISFITS["infinite"][0])
 
 
 def two_flags():
@@ -224,3 +241,16 @@ def test_spaces_that_do_not_fit_are_refused_before_a_run_has_a_folder(
     assert check.main([env]) == 78
     line = line.removeprefix("ConfigError: ")
     assert capsys.readouterr().out.splitlines()[-1] == f"not learned  {line}"
+
+
+@pytest.mark.parametrize(
+    "low, high, words",
+    [(99, 8, "99.0 and 8.0"), (np.inf, -np.inf, "inf and -inf"), (1, -np.inf, "1.0")],
+)
+def test_one_line_names_the_element_whose_bounds_are_reversed(low, high, words):
+    box = box_with(low, high)
+    with pytest.raises(ConfigError) as caught:
+        check_spaces(spaces.Discrete(2), spaces.Dict({"arm": box}))
+    (line,) = str(caught.value).splitlines()
+    assert f"element [1, 2] has the bounds {words}" in line and "'action/arm'" in line
+    assert len(line) < 600

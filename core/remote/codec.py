@@ -41,7 +41,7 @@ from core.remote.messages import (
     check_shape,
     check_welcome,
 )
-from core.rollout import DTYPES
+from core.rollout import DTYPES, wrong_bounds
 
 # Of the lower bounds of all Boxes in a message. A few bytes can describe large bounds,
 # for which Gymnasium needs eight times as much memory for a moment.
@@ -254,7 +254,7 @@ def _decode_value(
         except WireError:
             raise
         except Exception as error:  # Gymnasium asserts, numpy raises.
-            raise WireError(f"{where}: {message}: {error}") from None
+            raise WireError(f"{where}: {error}: {message}") from None
     return _decode(kind, raw, depth + 1, left)
 
 
@@ -360,8 +360,10 @@ def _gym_space(message: Space, left: _Left) -> gym.Space:
                     f"Box.shape: {numbers}{list(shape)} and those before have more "
                     f"than {MAX_BOUNDS_NBYTES} bytes"
                 )
-            bounds = [_bounds(data, numbers, shape) for data in (low, high)]
-            return gym.spaces.Box(bounds[0], bounds[1], shape, numbers.type)
+            lows, highs = (_bounds(data, numbers, shape) for data in (low, high))
+            if (lows > highs).any():  # Gymnasium's message has several lines.
+                raise ValueError(wrong_bounds(lows, highs))
+            return gym.spaces.Box(lows, highs, shape, numbers.type)
         case Discrete(n, start):
             return gym.spaces.Discrete(n, start=start)
         case MultiDiscrete(shape, nvec, start):

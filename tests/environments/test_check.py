@@ -171,8 +171,8 @@ def test_what_cannot_be_learned_is_no_violation_and_says_how_to_leave_it_out(
 
 
 def nan_bound():
-    space = gym.spaces.Box(0, 1, (2,))
-    space.low[1] = np.nan
+    space = gym.spaces.Box(0, 1, (4, 5))
+    space.low[1, 2] = np.nan
     return space
 
 
@@ -193,6 +193,7 @@ def test_other_spaces_that_cannot_be_learned_are_named(space, said):
     with pytest.raises(UnlearnableSpace, match=said) as caught:
         row_spec(gym.spaces.Discrete(2), space, ())
     assert "FilterObservation" not in str(caught.value)  # It is an action.
+    assert "\n" not in str(caught.value)
 
 
 def test_a_slow_check_says_how_far_it_has_come(monkeypatch, capsys):

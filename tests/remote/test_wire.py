@@ -218,6 +218,16 @@ def test_bounds_that_differ_and_infinite_ones_arrive():
     assert (got.high == np.inf).all()
 
 
+def test_one_line_names_the_element_whose_bounds_are_reversed():
+    bounds = np.arange(20, dtype=np.float32).reshape(4, 5)
+    box = gym.spaces.Box(bounds, bounds + 1)
+    box.low[1, 2] = 99
+    with pytest.raises(WireError) as caught:
+        decode(Welcome, encode(dataclasses.replace(WELCOME, action=box)))
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("Welcome.action: element [1, 2] has the bounds 99.0 and 8.0")
+
+
 def test_equal_bounds_travel_as_one_number():
     box = codec.space_message(gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)).box
     assert (box.low, box.high) == (b"\x00", b"\xff")
