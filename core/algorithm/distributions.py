@@ -188,7 +188,6 @@ class ActionDistribution:
       is_discrete: whether the space is one Discrete choice.
       num_parameters: P, the size of `policy_logits`.
       size: S, the size of a sample.
-      num_categories: how many of these, the first ones, are logits of Categoricals.
       num_log_stds: how many of these, the last ones, are logs of standard deviations.
       columns: the specs of what `draw` returns, for one row of one environment.
 
@@ -212,7 +211,6 @@ class ActionDistribution:
         self.parts: list[Distribution] = [Categorical(n) for n in sizes]
         self.parts += [Bernoulli(bits)] if bits else []
         self.parts += [DiagonalGaussian(boxes)] if boxes else []
-        self.num_categories = sum(sizes)
         self.num_log_stds = boxes
         self.num_parameters = sum(part.num_parameters for part in self.parts)
         self.size = sum(part.size for part in self.parts)

@@ -15,6 +15,7 @@ from core.algorithm.distributions import (
     Bernoulli,
     Categorical,
     DiagonalGaussian,
+    box_units,
 )
 from core.errors import ConfigError
 from core.nests import leaves, map_nest
@@ -90,9 +91,11 @@ def test_samples_are_distributed_as_torchs(kind):
     error = log_probs.std() / math.sqrt(len(log_probs))
     assert abs(log_probs.mean() + kind.entropy(p)[0]) < 5 * error
     if not isinstance(kind, Categorical):
-        expected = theirs(kind, p[0])
-        deviation = (kind.sample(p).mean(0) - expected.mean).abs()
+        expected, samples = theirs(kind, p[0]), kind.sample(p)
+        deviation = (samples.mean(0) - expected.mean).abs()
         assert (deviation < 5 * (expected.variance / len(p)).sqrt()).all()
+        correlations = torch.corrcoef(samples.T) - torch.eye(3)  # Of the elements.
+        assert (correlations.abs() < 5 / math.sqrt(len(p))).all()
 
 
 def test_numbers_worked_out_by_hand():
@@ -134,30 +137,58 @@ def test_actions_are_in_the_space_and_have_its_structure(name):
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_log_prob_of_a_space_is_the_sum_of_its_leaves(name):
+def test_what_is_said_of_a_space_is_the_sum_over_its_leaves(name):
     """Each leaf alone, with its own slice of parameters, in the documented order."""
     space = SPACES[name]
     distribution = ActionDistribution(space)
-    parameters = torch.randn(1, 1, distribution.num_parameters, dtype=torch.float64)
-    sample = torch.cat(
-        [part.sample(p) for part, (p,) in distribution._split(parameters)], -1
-    )
-    expected, begin, at = 0.0, 0, 0
-    for n in [
-        p.num_parameters for p in distribution.parts if isinstance(p, Categorical)
+    p, q = torch.randn(2, 1, 1, distribution.num_parameters, dtype=torch.float64)
+    sample = torch.cat([part.sample(x) for part, (x,) in distribution._split(p)], -1)
+    log_prob, entropy, kl, begin, at = 0.0, 0.0, 0.0, 0, 0
+
+    def add(make, n, values):
+        nonlocal log_prob, entropy, kl, begin, at
+        ours, other = (make(x[0, 0, begin : begin + n]) for x in (p, q))
+        log_prob += ours.log_prob(sample[0, 0, at : at + values].squeeze()).sum()
+        entropy += ours.entropy().sum()
+        kl += td.kl_divergence(ours, other).sum()
+        begin, at = begin + n, at + values
+
+    for part in distribution.parts:
+        n = part.num_parameters
+        match part:
+            case Categorical():
+                add(lambda x: td.Categorical(logits=x), n, 1)
+            case Bernoulli():
+                add(lambda x: td.Bernoulli(logits=x), n, n)
+            case DiagonalGaussian():
+                d = distribution.num_log_stds
+                add(
+                    lambda x, d=d: td.Normal(x[:d].squeeze(), x[d:].exp().squeeze()),
+                    n,
+                    d,
+                )
+    assert (begin, at) == (distribution.num_parameters, distribution.size)
+    for ours, expected in [
+        (distribution.log_prob(p, sample), log_prob),
+        (distribution.entropy(p), entropy),
+        (distribution.kl(p, q), kl),
     ]:
-        logits = parameters[0, 0, begin : begin + n]
-        expected += td.Categorical(logits=logits).log_prob(sample[0, 0, at])
-        begin, at = begin + n, at + 1
-    rest = parameters[0, 0, begin:]
-    d = distribution.num_log_stds
-    bits = len(rest) - 2 * d
-    values = sample[0, 0, at:].double()
-    expected += td.Bernoulli(logits=rest[:bits]).log_prob(values[:bits]).sum()
-    normal = td.Normal(rest[bits : bits + d], rest[bits + d :].exp())
-    expected += normal.log_prob(values[bits:]).sum()
-    ours = distribution.log_prob(parameters, sample)
-    assert ours.item() == pytest.approx(float(expected), abs=1e-9)
+        assert ours.item() == pytest.approx(float(expected), abs=1e-9)
+
+
+def test_each_leaf_of_an_action_has_its_own_part_of_the_sample():
+    distribution = ActionDistribution(SPACES["dict"])
+    gear, pair, bits = [0, 0, 9, 0], [0, 9, 9, 0], [9, -9, 9]
+    arm, one, box = [0.5, -0.25], [0.2], [0.25, -0.5, 7.0]
+    numbers = [*gear, *pair, *bits, *arm, *one, *box, *[0] * 6]
+    drawn = distribution.draw(torch.tensor(numbers).view(1, 1, -1), greedy=True)
+    assert drawn["sample"].flatten().tolist() == pytest.approx(
+        [2, 1, 0, 1, 0, 1, *arm, *one, *box]
+    )
+    action = map_nest(lambda x: x[0, 0].tolist(), drawn["action"])
+    assert (action["gear"], action["inner"][0]) == (2, [1, 0])
+    assert (action["buttons"], action["arm"]) == ([1, 0, 1], arm)
+    assert action["inner"][1:] == ([pytest.approx(1)], [0.5, 2.5, 7])
 
 
 def test_a_box_is_scaled_and_clipped_and_the_sample_kept():
@@ -181,13 +212,25 @@ def test_a_box_of_float64_is_met_exactly_at_its_bounds():
         assert drawn["action"].numpy() == bound
 
 
-@pytest.mark.parametrize("name", [n for n in SPACES if n != "discrete"])
-def test_parameters_that_are_not_finite_are_refused(name):
+def test_a_box_that_is_unbounded_on_a_side_passes_as_it_is():
+    low, high = [-np.inf, -1, -1e7, 0, 0], [1, np.inf, 1e7, np.inf, 1e6]
+    offset, scale = box_units(spaces.Box(np.float32(low), np.float32(high)))
+    assert (offset.tolist(), scale.tolist()) == ([0, 0, 0, 0, 5e5], [1, 1, 1, 1, 5e5])
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", SPACES)
+def test_parameters_that_are_not_finite_are_refused(name, number):
     distribution = ActionDistribution(SPACES[name])
     parameters = torch.zeros(1, 2, distribution.num_parameters)
-    parameters[0, 1, -1] = torch.nan
+    parameters[0, 1, -1] = number
     with pytest.raises(FloatingPointError, match="logits are not finite"):
         distribution.draw(parameters)
+
+
+def test_another_error_of_sampling_is_not_called_so():
+    with pytest.raises(RuntimeError, match="number of categories"):
+        Categorical(2**24 + 1).sample(torch.zeros(1, 2**24 + 1))
 
 
 @pytest.mark.parametrize(
@@ -223,6 +266,8 @@ def test_the_head_begins_near_zero_with_the_initial_std():
     assert parameters[:, :-d].abs().max() < 0.2
     torch.testing.assert_close(parameters[:, -d:].exp(), torch.full((7, d), 0.5))
     assert head.log_std.requires_grad
+    largest = torch.linalg.matrix_norm(head.weight, 2)
+    torch.testing.assert_close(largest.item(), 0.01, rtol=1e-3, atol=0)
 
 
 def test_a_head_of_discrete_actions_has_the_tensors_of_older_checkpoints():
@@ -255,3 +300,35 @@ def test_features_of_actions_are_one_hot_or_within_one(name):
     if name == "box":
         first = torch.tensor(np.array(samples)[..., 0].ravel() / 2).float()
         torch.testing.assert_close(x[:, 0], first)
+
+
+@pytest.mark.parametrize(
+    "space, action, expected",
+    [
+        (spaces.Box(0, 2, (1,)), [1.5], [0.5]),
+        (spaces.Box(-9, 9, (1,)), [4.5], [0.5]),
+        (
+            spaces.Tuple(
+                [
+                    spaces.Box(np.float32([-10, 0]), np.float32([10, 4])),
+                    spaces.Discrete(2, start=5),
+                    spaces.Box(3, 3, (1,)),  # There is nothing to choose.
+                    spaces.Box(-1, 3, (1,)),
+                ]
+            ),
+            ([-5, 1], 6, [3], [3]),
+            [-0.5, -0.5, 0, 1, 0, 1],
+        ),
+    ],
+    ids=["offset", "scale", "tuple"],
+)
+def test_features_of_an_action_worked_out_by_hand(space, action, expected):
+    features = ActionFeatures(space)
+    assert not features.state_dict()  # Checkpoints have no such tensors.
+    spec = spec_of(space)
+    rows = map_nest(lambda s: np.zeros((1, 1, *s.shape), s.dtype), spec)
+    actions = action if isinstance(action, tuple) else (action,)
+    for (_, row), x in zip(leaves(rows), actions, strict=True):
+        row[:] = x
+    x = features(map_nest(torch.from_numpy, rows))
+    torch.testing.assert_close(x, torch.tensor([expected]))
