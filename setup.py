@@ -113,6 +113,7 @@ setup(
     ],
     extras_require={
         "minatar": ["minatar>=1.0.15"],
+        "mujoco": ["gymnasium[mujoco]"],
         "nethack": ["nle>=1.3"],  # It needs an older gymnasium: examples/nethack.
         "tls": ["cryptography>=42"],  # For python -m tools.certs.
         "wandb": ["wandb"],

@@ -329,6 +329,15 @@ def test_setup_py_and_requirements_name_the_same_packages():
     assert not ours & theirs
 
 
+def test_extras_that_the_pages_name_exist():
+    named = set()
+    for folder in ("docs", "settings", "examples/*", "."):
+        for page in ROOT.glob(f"{folder}/*.md"):
+            named |= set(re.findall(r"pip install -e \.\[(\w+)\]", page.read_text()))
+    assert {"classic", "mujoco", "nethack"} <= named
+    assert named <= set(setup_arguments()["extras_require"])
+
+
 def test_every_requirement_is_pinned():
     for line in (ROOT / "requirements.txt").read_text().splitlines():
         assert not line or line.startswith("#") or re.match(r"[\w.-]+==[\w.]+", line)
