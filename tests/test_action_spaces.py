@@ -51,7 +51,7 @@ def test_what_is_not_allowed_is_never_chosen():
 
 def test_one_allowed_action_has_probability_one_and_no_entropy():
     distribution = ActionDistribution(spaces.Discrete(4))
-    mask = torch.tensor([[0, 0, 1, 0]], dtype=torch.int8)
+    mask = torch.tensor([[0, 0, 2, 0]], dtype=torch.int8)  # Not 0, as for the rows.
     masked = mask_logits(torch.tensor([[50.0, 3.0, -80.0, 1.0]]), mask)
     assert distribution.log_prob(masked, torch.tensor([[2]])).item() == 0.0
     assert distribution.entropy(masked).item() == 0.0

@@ -94,7 +94,7 @@ class LocalServers:
             level, text, restarts = from_child(line)
             self.restarts = max(self.restarts, earlier + restarts)
             self._last_line = text or self._last_line
-            log.log(level, "%s", text)
+            terminal.log_output(text, level)
 
     def check(self, received: int = 0) -> None:
         """Start the supervisor again if it was killed. Its servers ended with it.

@@ -233,7 +233,7 @@ class ChildOutput:
     def read(self) -> None:
         """Log the lines that the pipe holds. Blocks if it is empty."""
         for line in self._lines.feed(os.read(self.fileno(), 1 << 16)):
-            log.info("%s", line)
+            log_output(line)
 
     def start(self) -> None:
         """Start the thread. A second call does nothing."""
@@ -245,7 +245,7 @@ class ChildOutput:
 
     def _run(self) -> None:
         for line in lines_of(self._ours.fileno()):
-            log.info("%s", line)
+            log_output(line)
 
     def close(self) -> None:
         """Log the last lines. Waits for up to CLOSE_S for children that still live."""
@@ -256,7 +256,18 @@ class ChildOutput:
         if connection.wait([self._ours], 0):
             self.read()
         for line in self._lines.end():
-            log.info("%s", line)
+            log_output(line)
+
+
+def log_output(line: str, level: int = logging.INFO) -> None:
+    """Log a line that child processes wrote, unless it is empty.
+
+    A line that calls itself a warning is counted when it comes again, like a warning of
+    ours (`core.running.supervise.Repeats`): a library may print it per environment.
+    """
+    if line:
+        is_warning = "warning" in line.lower()
+        log.log(level, "%s", line, extra={"repeats": True} if is_warning else None)
 
 
 def redirect_output(theirs: connection.Connection) -> None:

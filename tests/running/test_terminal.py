@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from core.running import terminal
+from core.running import supervise, terminal
 from core.running.terminal import ChildOutput, Terminal, lines_of, never_waiting
 from tests.conftest import DEADLINE_S, fill, wait_until
 
@@ -250,6 +250,29 @@ def test_what_child_processes_write_is_logged_and_they_do_not_wait(caplog):
     assert lines[:2] == ["from Python", "from C"]
     assert "left out" in lines[-1] or lines[-1].endswith("[cut]")
     assert sum(map(len, lines)) < 10_000
+
+
+def test_a_warning_that_each_environment_prints_does_not_fill_the_log():
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    handler.addFilter(supervise.Repeats())
+    logger = logging.getLogger("core.running.terminal")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        output = ChildOutput()
+        printed = b"WARNING: NaN in body 7\n\n" * 20 + b"a step\n" * 3  # As MuJoCo.
+        os.write(output.theirs.fileno(), printed)
+        output.read()
+        output.close()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    first, *again = lines[:5]
+    assert first == "WARNING: NaN in body 7"
+    assert again == [f"{first} ({n} times so far)" for n in (2, 4, 8, 16)]
+    assert lines[5:] == ["a step"] * 3  # Somebody may count these.
 
 
 def test_a_main_loop_may_log_what_child_processes_write_without_a_thread(caplog):
