@@ -16,9 +16,14 @@ class Body(gym.Env):
     """Observes noise and the sum of the last action; ends after 5 steps."""
 
     observation_space = spaces.Box(-100, 100, (3,), np.float32)
+    metadata = {"render_modes": ["rgb_array"]}
+    render_mode = "rgb_array"
 
     def __init__(self, action_space: gym.Space):
         self.action_space = action_space
+
+    def render(self):
+        return np.full((32, 32, 3), 40 * self.steps, np.uint8)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

@@ -2,6 +2,9 @@
 """Both programs act in a space of every kind at once, with a mask, in every mode."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +38,8 @@ def run(module, *flags):
 
 def play_greedily(module, folder, capsys):
     flags = ["--mode", "test", "--savedir", folder, "--xpid", "x", "--greedy"]
-    run(module, *flags, "--num_episodes", 2)
+    run(module, *flags, "--num_episodes", 2, "--video")
+    assert len(list((folder / "x" / "video").glob("*.mp4"))) == 2
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["episodes"], result["env"]) == (2, ENV)
 
@@ -68,3 +72,22 @@ def test_polybeast_acts_in_every_kind_of_space(tmp_path, capsys):
     last = dict(zip(rows[0].split(","), rows[-1].split(",")))
     assert (last["reconnects"], last["steps_discarded"]) == ("0", "0")
     play_greedily(polybeast, tmp_path, capsys)
+
+
+def test_polybeast_acts_in_every_kind_of_space_of_a_server_of_another_make(
+    tmp_path, capsys
+):
+    pytest.importorskip("grpc_tools", reason="pip install grpcio-tools")
+    address = f"unix:{tmp_path}/s"
+    script = Path(__file__).with_name("foreign_body.py")
+    server = subprocess.Popen([sys.executable, script, address])
+    try:
+        flags = [*FLAGS, "--server_addresses", address, "--savedir", tmp_path]
+        run(polybeast, *flags, "--xpid", "x", "--total_steps", 100)
+    finally:
+        server.kill()
+        server.wait()
+    # The server's failure after an illegal action would have ended the run.
+    rows = (tmp_path / "x" / "logs.csv").read_text().splitlines()
+    last = dict(zip(rows[0].split(","), rows[-1].split(",")))
+    assert (last["reconnects"], last["mean_episode_return"]) == ("0", "5")
