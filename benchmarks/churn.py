@@ -9,13 +9,15 @@ the runs a tenth of the servers is replaced every minute, one at a time and at r
 the server ends, another one begins at a new address, and the file changes. Both share
 the machine all the while, so what slows the machine down slows both. Printed for each
 run: its steps per second, its ledger, and its threads and file descriptors at the
-beginning and at the end.
+beginning and at the end. With --out a JSON file has the same, and the steps of both
+runs about once a second.
 """
 
 import argparse
 import contextlib
 import csv
 import dataclasses
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,12 +29,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from core import flag_types
 from core.environments.toys import Catch
 from core.remote.env_server import Server
+from core.running.machine import num_cores
 from core.running.supervise import start_thread
 
 START_S = 120.0  # For all servers to be connected.
@@ -128,6 +132,7 @@ class Run:
         self.name = name
         self._folder = root / name
         self._folder.mkdir()
+        self._csv = self._folder / "churn" / "logs.csv"
         self._num_streams = flags.num_servers
         self.servers = Servers(self._folder, flags.num_servers, flags.num_processes)
         command = [sys.executable, "-m", "polybeast", *LEARNER]
@@ -156,7 +161,7 @@ class Run:
         began, step = self._first
         return (self._column("step") - step) / (time.monotonic() - began)
 
-    def stop(self) -> str:
+    def stop(self) -> dict[str, Any]:
         """Stop the learner; return its ledger and its size before and after."""
         self._after = Size.of(self.process.pid)
         discarded = self._column("steps_discarded")
@@ -165,11 +170,20 @@ class Run:
         ledger = re.findall(r"\d+ rows received = .*", self._log())
         if not ledger:
             raise RuntimeError(f"{self.name}: status {status}: {self._log()[-2000:]}")
-        return (
-            f"{self.name}: status {status}; {ledger[-1]}; {discarded} steps discarded "
-            f"while it ran; threads {self._before.threads} -> {self._after.threads}, "
-            f"descriptors {self._before.descriptors} -> {self._after.descriptors}"
-        )
+        return {
+            "run": self.name,
+            "status": status,
+            "ledger": ledger[-1],
+            "steps_discarded": discarded,
+            "before": dataclasses.asdict(self._before),
+            "after": dataclasses.asdict(self._after),
+        }
+
+    def curve(self) -> list[tuple[float, int]]:
+        """Return the time and the step of each row of the log since `begin`."""
+        with self._csv.open() as file:
+            rows = [(float(r["time_s"]), int(r["step"])) for r in csv.DictReader(file)]
+        return [row for row in rows if row[1] >= self._first[1]]
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -180,15 +194,17 @@ class Run:
         return (self._folder / "log").read_text(errors="replace")
 
     def _column(self, name: str) -> int:
-        path = self._folder / "churn" / "logs.csv"
-        if not path.exists():
+        if not self._csv.exists():
             return 0
-        with path.open() as file:
+        with self._csv.open() as file:
             rows = [row[name] for row in csv.DictReader(file) if row.get(name)]
         return int(rows[-1]) if rows else 0
 
 
-def measure(flags: argparse.Namespace, root: Path, stack: contextlib.ExitStack) -> None:
+def measure(
+    flags: argparse.Namespace, root: Path, stack: contextlib.ExitStack
+) -> dict[str, Any]:
+    """Do both runs side by side; print the result and return it."""
     rng = random.Random(flags.seed)
     runs = []
     for name in ("undisturbed", "disturbed"):
@@ -210,12 +226,16 @@ def measure(flags: argparse.Namespace, root: Path, stack: contextlib.ExitStack) 
     speeds = [run.end() for run in runs]
     time.sleep(SETTLE_S)
     runs[1].wait_connected()
+    result: dict[str, Any] = {"replaced": num_replaced, "runs": []}
     for run, speed in zip(runs, speeds, strict=True):
-        print(f"{run.stop()}; {speed:,.0f} steps/s")
+        end = run.stop() | {"steps_per_s": speed}
+        print("; ".join(f"{name} {value}" for name, value in end.items()), flush=True)
+        result["runs"].append(end | {"time_s_and_step": run.curve()})
     print(
         f"{num_replaced} of {flags.num_servers} servers replaced in {flags.minutes:g} "
         f"minutes; disturbed / undisturbed: {speeds[1] / speeds[0]:.1%}"
     )
+    return result
 
 
 def main() -> int:
@@ -236,10 +256,16 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=flag_types.number(0.01), default=10.0)
     parser.add_argument("--seed", type=flag_types.int_at_least(0), default=1)
+    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="churn-") as folder:
         with contextlib.ExitStack() as stack:
-            measure(flags, Path(folder), stack)
+            result = measure(flags, Path(folder), stack)
+    if flags.out:
+        settings = {k: v for k, v in vars(flags).items() if k != "out"}
+        # Rows that are short: a line for each would be half the repository.
+        text = json.dumps({"cores": num_cores(), "settings": settings, **result})
+        flags.out.write_text(text + "\n")
     return 0
 
 

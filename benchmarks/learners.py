@@ -6,17 +6,23 @@
 Each learner sleeps for --update_ms in place of an update, as one that waits for its GPU
 would, and then adds up a gradient of --parameters numbers. Without that, N learners
 would do N times the work of one; `efficiency` is the share of that which is left. The
-last line is the bandwidth of a bare TCP connection over loopback, to compare with.
+gradients' bytes per second are those that a learner sends on gloo's ring; the last line
+is the bandwidth of a bare TCP connection over loopback, to compare with. Raw figures:
+`--out`.
 """
 
 import argparse
+import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +30,7 @@ from torch import nn
 from core import flag_types
 from core.algorithm import learners
 from core.errors import Exit
+from core.running.machine import num_cores
 
 CHUNK = bytes(1 << 20)
 
@@ -35,21 +42,33 @@ def main() -> int:
     parser.add_argument("--parameters", type=count, default=1_600_000)
     parser.add_argument("--update_ms", type=flag_types.number(0), default=50.0)
     parser.add_argument("--updates", type=count, default=100)
+    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     flags = parser.parse_args()
     if "RANK" in os.environ:
         flags.stall_timeout_s, flags.on_stall = 60.0, "stop"
         return int(learners.train_together(measure, flags))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for n in flags.num_learners:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc_per_node={n}", "-m", "benchmarks.learners"]
-        subprocess.run([*command, *sys.argv[1:]], check=True)
-    print(f"loopback: {loopback_bytes_per_s() / 1e6:,.0f} MB/s, one connection")
+    measured = []
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder, "part.json")
+        for n in flags.num_learners:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc_per_node={n}", "-m", "benchmarks.learners"]
+            command += [*sys.argv[1:], f"--out={part}"]
+            subprocess.run(command, check=True)
+            measured.append(json.loads(part.read_text()))
+    loopback = loopback_bytes_per_s()
+    print(f"loopback: {loopback / 1e6:,.0f} MB/s, one connection")
+    if flags.out:
+        settings = {k: v for k, v in vars(flags).items() if k != "out"}
+        result = {"cores": num_cores(), **settings, "loopback_bytes_per_s": loopback}
+        result["measured"] = measured
+        flags.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
 def measure(flags: argparse.Namespace) -> Exit:
-    """Time the updates of this learner; learner 0 prints the result."""
+    """Time this learner's updates; learner 0 prints the result, and writes --out."""
     others = learners.current()
     net = nn.Linear(flags.parameters, 1, bias=False)
     net.weight.grad = torch.ones_like(net.weight)
@@ -67,13 +86,20 @@ def measure(flags: argparse.Namespace) -> Exit:
         update_s.append(time.perf_counter() - began)
     if others is None or others.rank == 0:
         size = 1 if others is None else others.size
-        low, mid, high = (1e3 * q for q in statistics.quantiles(sum_s, n=4))
+        low, mid, high = statistics.quantiles(sum_s, n=4)
+        result: dict[str, Any] = {"learners": size, "sum_s": sum_s}
+        result["update_s"] = update_s
+        result["efficiency"] = flags.update_ms / 1e3 / statistics.median(update_s)
+        # On a ring each learner sends its part to the next one 2 (N - 1) times.
+        sent = 2 * (size - 1) / size * 4 * flags.parameters
+        result["bytes_per_s"] = sent / mid
         print(
-            f"{size} learners: {mid:.2f} ms for the sum of {flags.parameters:,} "
-            f"gradients (quartiles {low:.2f} and {high:.2f}), efficiency "
-            f"{flags.update_ms / 1e3 / statistics.median(update_s):.1%}",
+            f"{size} learners: {1e3 * mid:.2f} ms for the sum of {flags.parameters:,} "
+            f"gradients (quartiles {1e3 * low:.2f} and {1e3 * high:.2f}), "
+            f"{sent / mid / 1e6:,.0f} MB/s, efficiency {result['efficiency']:.1%}",
             flush=True,
         )
+        flags.out.write_text(json.dumps(result))
     if others is not None:
         others.is_over = True
     return Exit.DONE

@@ -5,6 +5,7 @@
     python -m benchmarks.transport --scale
     python -m benchmarks.transport --tls
     python -m benchmarks.transport --frames
+    python -m benchmarks.transport --threads 1 2 4
 
 A mock environment gives a constant observation of 28 KB (84x84x4 uint8), a mock agent a
 constant action. One environment server process, one learner process that runs the whole
@@ -28,6 +29,10 @@ the package cryptography.
 With --frames: observations that are stacks of four frames, 84x84 uint8 each, and a new
 one comes with every step; the whole stacks sent, and in turns with that the newest
 frame only. Over TCP on this machine, with the bytes that a step takes of the network.
+
+With --threads: the data path with so many threads that receive at the learner
+(`ActorPool(num_threads=...)`, 1 in polybeast.py), in turns; as many servers as cores,
+16 environments to each of 16 streams.
 """
 
 import argparse
@@ -64,6 +69,7 @@ WARM_UP_ROLLOUTS = 5  # By then all memory for rollouts has been touched once.
 MAX_ENVS = 512  # More take GB of rollouts.
 SCALE = ((1, 1), (4, 1), (16, 1), (64, 1), (64, 4))  # Servers, streams of each.
 SCALE_K, SCALE_T = 16, 5
+THREADS_STREAMS = 16  # Of --threads, over all servers.
 SHAPE = (84, 84, 4)
 # Of --frames. A first axis of 1 is no stack, so all of it is sent.
 STACKS = {"newest": (4, 84, 84), "whole": (1, 4, 84, 84)}
@@ -177,12 +183,19 @@ def serve_echo(address: str, K: int, streams: int, *_: object) -> None:
 
 
 def learn(
-    addresses: str, K: int, streams: int, seconds: float, T: int, tls_dir: str | None
+    addresses: str,
+    K: int,
+    streams: int,
+    seconds: float,
+    T: int,
+    tls_dir: str | None,
+    num_threads: int,
 ) -> None:
     """Run the learner's data path; print steps, wall and CPU seconds.
 
     Args:
       addresses: a comma list of servers, with `streams` each of `K` environments.
+      num_threads: that receive.
     """
     import torch
 
@@ -203,6 +216,7 @@ def learn(
         named_rows=True,
         inference_keys=polybeast.NET_INPUTS,
         tls=tls.read(tls_dir, is_server=False),
+        num_threads=num_threads,
     )
     outputs: dict[int, Any] = {}
 
@@ -275,6 +289,7 @@ def measure(
     frames: str = "",
     num_bytes: int | str = "",
     roaming: bool = False,
+    num_threads: int = 1,
 ) -> dict[str, float]:
     """Measure the data path or the echo once.
 
@@ -301,7 +316,7 @@ def measure(
         if what == "data path":
             command = [sys.executable, "-m", "benchmarks.transport", "--run", "learn"]
             command += [",".join(addresses), str(K), str(streams), str(seconds), str(T)]
-            command += [str(ours)]
+            command += [str(ours), str(num_threads)]
         else:
             command = [str(echo_client), str(seconds), str(streams), *addresses]
         client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -425,6 +440,33 @@ def newest_frames(flags: argparse.Namespace) -> list[dict[str, Any]]:
     return measured
 
 
+def more_threads(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure numbers of threads that receive, in turns; print and return it."""
+    servers = min(num_cores(), THREADS_STREAMS)
+    runs: dict[int, list[dict[str, float]]] = {n: [] for n in flags.threads}
+    for _ in range(flags.repeats):
+        for n, results in runs.items():
+            run = measure(
+                "data path",
+                SCALE_K,
+                THREADS_STREAMS // servers,
+                flags.seconds,
+                servers=servers,
+                roaming=flags.roaming,
+                num_threads=n,
+            )
+            results.append(run)
+    print(f"{num_cores()} cores. us: CPU microseconds per step.")
+    print(f"{'threads':>7}{'steps/s':>10}{'learner us':>12}{'server us':>11}")
+    for n, results in runs.items():
+        sps, ours, theirs = (
+            statistics.median(run[key] for run in results)
+            for key in ("sps", "client_us", "server_us")
+        )
+        print(f"{n:7}{sps:10.0f}{ours:12.1f}{theirs:11.1f}")
+    return [{"threads": n, "servers": servers, "runs": r} for n, r in runs.items()]
+
+
 def compile_echo_client(folder: str) -> Path:
     program = Path(folder, "echo_client")
     flags = subprocess.run(
@@ -455,6 +497,9 @@ def main() -> None:
         "--frames", action="store_true", help="stacks of frames instead"
     )
     parser.add_argument(
+        "--threads", type=int, nargs="+", help="threads that receive, instead"
+    )
+    parser.add_argument(
         "--roaming", action="store_true", help="do not keep servers to a core"
     )
     parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
@@ -466,6 +511,8 @@ def main() -> None:
         what = price_of_tls
     elif flags.frames:
         what = newest_frames
+    elif flags.threads:
+        what = more_threads
     measured = what(flags)
     if flags.out:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
@@ -527,10 +574,9 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         kind, *args = sys.argv[2:]
         if kind == "learn":
-            K, streams, seconds, T = args[1:5]
-            learn(
-                args[0], int(K), int(streams), float(seconds), int(T), args[5] or None
-            )
+            address, K, streams, seconds, T, tls_dir, num_threads = args
+            sizes = int(K), int(streams), float(seconds), int(T)
+            learn(address, *sizes, tls_dir or None, int(num_threads))
         else:
             run = serve if kind == "serve" else serve_echo
             num_bytes = int(args[5]) if args[5] else None
