@@ -171,38 +171,70 @@ def test_the_reason_of_a_learner_that_fails_is_told_to_the_others(together):
     )
 
 
+@pytest.fixture
+def envs_of():
+    """Return variables of learners whose store torchrun keeps; VICTIM is a rank."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def make(size, victim):
+        own = {"TORCHELASTIC_USE_AGENT_STORE": "True", "VICTIM": str(victim)}
+        return [env | own for env in environments(size, store.port)]
+
+    return make
+
+
 def die(flags, rank, size, folder):
-    if rank == 1:
+    if rank == int(os.environ["VICTIM"]):
         os.kill(os.getpid(), signal.SIGKILL)
     learners.current().sum({"x": 1.0})
     return Exit.DONE
 
 
-def test_a_learner_that_is_killed_is_named(together):
-    errors = together(die, environments(3))
-    assert errors.keys() == {0, 2}
+@pytest.mark.parametrize("victim", range(3))
+def test_a_learner_that_is_killed_is_named(together, envs_of, victim):
+    errors = together(die, envs_of(3, victim))
+    assert errors.keys() == {*range(3)} - {victim}
     for error in errors.values():
-        assert "learner 1 of 3 (process " in error and ") was killed" in error
+        assert f"learner {victim} of 3 (process " in error and ") was killed" in error
 
 
 def hang(flags, rank, size, folder):
-    if rank == 1:
-        signal.alarm(10)  # In case nobody ends it.
-        signal.pause()
+    victim = int(os.environ["VICTIM"])
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
     try:
         learners.current().sum({"x": 1.0})
     finally:
-        pid, _ = learners.current()._read("process/1").split()
+        pid, _ = learners.current()._read(f"process/{victim}").split()
         os.kill(int(pid), signal.SIGKILL)
     return Exit.DONE
 
 
-def test_a_learner_that_does_not_answer_is_named_after_a_limit(together):
-    errors = together(hang, argv=lambda rank: ["--stall_timeout_s", "2"])
-    assert errors.keys() == {0}
-    assert errors[0].startswith(
-        "LearnerLost: learner 1 of 2 did not answer within 2 s (--stall_timeout_s)"
+@pytest.mark.parametrize("victim", range(2))
+def test_a_learner_that_is_frozen_is_named_after_a_limit(together, envs_of, victim):
+    argv = ["--stall_timeout_s", "2"]
+    errors = together(hang, envs_of(2, victim), argv=lambda rank: argv)
+    assert errors.keys() == {1 - victim}
+    assert errors[1 - victim].startswith(
+        f"LearnerLost: learner {victim} of 2 did not answer within 2 s "
+        "(--stall_timeout_s)"
     )
+
+
+def agree_to_stop(flags, rank, size, folder):
+    others = learners.current()
+    has_signal = rank == int(os.environ["VICTIM"])
+    wait_until(lambda: others.check_stop(has_signal) or others.wants_stop)
+    # Of how many learners the next update knows that they want to stop.
+    (folder / f"{rank}.txt").write_text(f"{others.sum({'stop': others.wants_stop})}")
+    others.is_over = True
+    return Exit.STOPPED
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_all_learners_hear_of_a_signal_to_any(together, envs_of, victim):
+    said = together(agree_to_stop, envs_of(3, victim))
+    assert said == dict.fromkeys(range(3), "{'stop': 3.0}")
 
 
 def wait_and_say(flags, rank, size, folder):
