@@ -6,10 +6,11 @@
 
 An echo at a unix socket, first reached directly, then through dialer and acceptor over
 TCP on this machine. Prints the time of a round trip of a message (median) and the bytes
-per second in one direction with as many as fit on their way.
+per second in one direction with as many as fit on their way. --out has raw figures.
 """
 
 import argparse
+import json
 import socket
 import statistics
 import tempfile
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 
 from core.remote.dial_in import DialedIn, DialsOut
+from core.running.machine import num_cores
 
 CHUNK = bytes(1 << 20)
 WAIT_S = 60.0
@@ -79,6 +81,8 @@ def main() -> None:
     parser.add_argument("--round_trips", type=int, default=2000)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--tls_dir", type=Path, help="as tools.certs makes it")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     flags = parser.parse_args()
     host = learner = None
     if flags.tls_dir is not None:
@@ -104,12 +108,21 @@ def main() -> None:
                 time.sleep(0.05)
             ways = {"directly": f"{folder}/echo"}
             ways["dialed in"] = addresses[0].removeprefix("unix:")
-            for name, path in ways.items():
-                round_trip_us, mb_per_s = measure(path, flags)
-                print(
-                    f"{name:10} {round_trip_us:7.0f} us per round trip of "
-                    f"{flags.message_bytes} bytes, {mb_per_s:6.0f} MB/s"
-                )
+            runs: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+            for _ in range(flags.repeats):  # In turns.
+                for name, path in ways.items():
+                    runs[name].append(measure(path, flags))
+    for name, measured in runs.items():
+        round_trip_us, mb_per_s = map(statistics.median, zip(*measured))
+        print(
+            f"{name:10} {round_trip_us:7.0f} us per round trip of "
+            f"{flags.message_bytes} bytes, {mb_per_s:6.0f} MB/s"
+        )
+    if flags.out:
+        result = {"cores": num_cores(), "tls": host is not None}
+        result |= {"message_bytes": flags.message_bytes}
+        result["us_and_mb_per_s"] = runs
+        flags.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
