@@ -80,6 +80,7 @@ from core.rollout import Spaces, new_rollouts
 from core.running import common_flags, evaluation
 from core.running.compute import explain_out_of_memory, set_torch_threads
 from core.running.machine import keep_freed_memory
+from core.running.precision import settle_precision
 from core.running.program import run_program
 from core.running.run import Run, check_ledger, run_folder
 from core.running.signals import StopSignal
@@ -490,6 +491,12 @@ def train(flags: argparse.Namespace) -> Exit:
     keep_freed_memory()
     spaces = read_spaces(flags)  # First: a misspelt --env leaves no run behind.
     with run_folder(flags) as run_dir, StopSignal() as stop:
+        settle_precision(
+            flags,
+            run_dir,
+            spaces.observation,
+            devices=("cuda" if has_gpu(flags) else "cpu", "cpu"),  # To learn, to act.
+        )
         learner = create_learner(flags, spaces)
         outputs = net_outputs(spaces)
         dry_run(learner.net, spaces.observation, spaces.action, outputs)

@@ -94,6 +94,7 @@ from core.running.machine import (
     lower_priority,
     num_cores,
 )
+from core.running.precision import settle_precision
 from core.running.program import run_program
 from core.running.run import Run, run_folder
 from core.running.signals import StopSignal
@@ -519,6 +520,12 @@ def train_with(
     """Train on the servers' environments, in the folder of the run."""
     with run_folder(flags) as run_dir:
         spaces = Spaces(welcome.observation, welcome.action)
+        settle_precision(
+            flags,
+            run_dir,
+            spaces.observation,
+            devices=(flags.learner_device, flags.actor_device),
+        )
         learner = create_learner(flags, spaces)
         dry_run(learner.net, spaces.observation, spaces.action, net_outputs(spaces))
         frames_per_step = welcome.frames_per_step

@@ -256,11 +256,14 @@ def _add_network_flags(learner: Any) -> None:
     )
     learner.add_argument(
         "--precision",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="number format in which the network's torso computes. bfloat16 is about "
-        "1.5 times as fast on CPUs that support it (AVX512-BF16, AMX); weights, "
-        "losses, LSTM and optimizer stay float32",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="number format in which the network's torso computes; weights, losses, "
+        "LSTM and optimizer stay float32. auto: bfloat16 if the torso has convolutions "
+        "and all processors that it computes on have instructions for bfloat16 (CPUs "
+        "with AVX512-BF16 or AMX, GPUs since Ampere), else float32. The run's first "
+        "lines name it. A run that goes on, or is tested, keeps the format in its "
+        "meta.json",
     )
     learner.add_argument(
         "--normalize_observations",
@@ -431,6 +434,8 @@ def parse(
         argv = [*to_argv(told, [k for k in ATARI_FLAGS if hasattr(told, k)]), *argv]
     flags = parser.parse_args(argv)
     flags.env = flags.env or ENV
+    if flags.precision == "auto":  # Older runs do not name theirs, which was float32.
+        flags.precision = trained.get("precision", "float32")
     return flags
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MonoBeast's command line: names, meanings, defaults, and what is refused and how."""
 
+import json
 import re
 
 import hypothesis
@@ -558,6 +559,25 @@ def test_the_command_line_wins_over_the_run(trained, tmp_path):
     trained("--xpid a --env BreakoutNoFrameskip-v4 --sticky_actions 0.25")
     flags = parse_test(tmp_path, "--env PongNoFrameskip-v4 --sticky_actions 0")
     assert (flags.env, flags.sticky_actions) == ("PongNoFrameskip-v4", 0.0)
+
+
+@pytest.mark.parametrize(
+    "recorded, argv, expected",
+    [
+        ("bfloat16", "", "bfloat16"),
+        ("bfloat16", "--precision auto", "bfloat16"),
+        ("bfloat16", "--precision float32", "float32"),
+        ("float32", "", "float32"),
+        (None, "", "float32"),  # A run older than the flag.
+    ],
+)
+def test_testing_computes_as_the_run_did(recorded, argv, expected, trained, tmp_path):
+    trained(f"--xpid a --env Catch --precision {recorded or 'auto'}")
+    if recorded is None:
+        meta = json.loads((tmp_path / "a/meta.json").read_text())
+        del meta["flags"]["precision"]
+        (tmp_path / "a/meta.json").write_text(json.dumps(meta))
+    assert parse_test(tmp_path, argv).precision == expected
 
 
 def test_without_xpid_the_latest_run_is_tested(trained, tmp_path):

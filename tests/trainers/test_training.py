@@ -25,7 +25,7 @@ import monobeast
 import polybeast
 from core.algorithm.update import Learner
 from core.environments import toys
-from core.running import checkpoint, run
+from core.running import checkpoint, precision, run
 from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 from tools.nemesis import programs
 
@@ -892,6 +892,38 @@ def test_test_mode_agrees_with_training(start, tmp_path):
     assert result["step"] >= 50_000
     # Two means of 100 games each with this standard error, and a policy that moved.
     assert abs(result["mean_return"] - trained) < 4 * max(result["stderr"], 0.03)
+
+
+@pytest.mark.parametrize(
+    "module, flags",
+    [
+        ("monobeast", SERIAL),
+        ("polybeast", ["--num_servers", 1, "--envs_per_stream", 2, *SIZES[4:]]),
+    ],
+)
+def test_precision_auto_is_settled_at_the_start_and_recorded(
+    module, flags, start, tmp_path
+):
+    """What auto takes is tested in tests/running/test_precision.py."""
+    program = start(
+        *(
+            "--env",
+            "MinAtar/Breakout-v1",
+            "--xpid",
+            "x",
+            "--total_steps",
+            BATCH,
+            *flags,
+        ),
+        *("--use_lstm", "--log_interval_s", 0),
+        module=module,
+    )
+    assert program.wait() == 0, program.text()
+    taken = "float32" if precision.bfloat16_unit("cpu") is None else "bfloat16"
+    assert f"--precision auto takes {taken}: " in program.text()
+    meta = json.loads((tmp_path / "runs/x/meta.json").read_text())
+    assert meta["flags"]["precision"] == taken
+    assert load(tmp_path / "runs/x").state["flags"]["precision"] == taken
 
 
 def test_test_mode_plays_a_recurrent_policy(start_for_module, interrupted):

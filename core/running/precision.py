@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--precision auto`: the number format in which the network's torso computes."""
+
+import argparse
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import gymnasium as gym
+import torch
+
+from core import ranks
+from core.action_spaces import split_mask
+from core.algorithm import learners
+from core.algorithm.torsos import TORSOS, ImageTorso, model_for
+from core.running import folder
+
+log = logging.getLogger(__name__)
+
+CPU_INFO = Path("/proc/cpuinfo")  # Only Linux has it. Elsewhere auto takes float32.
+
+
+def settle_precision(
+    flags: argparse.Namespace,
+    run_dir: Path,
+    observation_space: gym.Space,
+    devices: Sequence[str],
+) -> None:
+    """Replace `--precision auto` by the format that the run computes in, and log it.
+
+    A run that goes on keeps the format in its meta.json. A new run takes bfloat16 if
+    that is faster. `flags.precision` is this format from now on, so that meta.json and
+    the checkpoints name it. Of several learners, learner 0 decides.
+
+    Args:
+      observation_space: the environment's.
+      devices: the torch devices that the torso computes on, to learn and to act.
+    """
+    if flags.precision != "auto":
+        return
+    choice = None
+    if ranks.rank() == 0:
+        choice = recorded_precision(run_dir)
+        if choice is None:
+            choice = best_precision(flags.model, observation_space, devices)
+    others = learners.current()
+    if others is not None:
+        choice = others.share(choice)
+    assert choice is not None
+    flags.precision, reason = choice
+    log.info("--precision auto takes %s: %s", flags.precision, reason)
+
+
+def recorded_precision(run_dir: Path) -> tuple[str, str] | None:
+    """Return the format that a run was trained in, and a reason; None in a new run."""
+    recorded = folder.recorded_meta(run_dir).get("flags")
+    if recorded is None:
+        return None
+    # Before there was bfloat16, all runs were in float32, and meta.json did not say it.
+    is_bfloat16 = recorded.get("precision") == "bfloat16"
+    return "bfloat16" if is_bfloat16 else "float32", "the run has had it before"
+
+
+def best_precision(
+    model: str, observation_space: gym.Space, devices: Sequence[str]
+) -> tuple[str, str]:
+    """Return the format that suits a new run, and the reason."""
+    observation_space, _ = split_mask(observation_space)
+    torso = TORSOS[model_for(observation_space) if model == "auto" else model]
+    if not issubclass(torso, ImageTorso):
+        return "float32", (
+            f"{torso.__name__} has no convolutions, and bfloat16 would round the "
+            "numbers that it reads"
+        )
+    names = []
+    for device in dict.fromkeys(devices):
+        name = bfloat16_unit(device)
+        if name is None:
+            return "float32", f"{device} has no bfloat16 instructions"
+        names.append(f"{device} has {name}")
+    return "bfloat16", f"{torso.__name__} is faster in it, {' and '.join(names)}"
+
+
+def bfloat16_unit(device: str) -> str | None:
+    """Return the name of what makes a device fast in bfloat16; None if it is not."""
+    if device.startswith("cuda"):
+        # Older GPUs compute in float32 and convert.
+        is_fast = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.cuda.get_device_name(device) if is_fast else None
+    try:
+        found = re.search(r"^flags\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    words = found[1].split() if found else []
+    units = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
+    return next((units[word] for word in units if word in words), None)
