@@ -28,7 +28,7 @@ REPEATS = 5
 PART_S, WHOLE_S, WARM_UP_S = 3.0, 12.0, 8.0
 HISTORY = Path(__file__).parents[1] / "results/speed/history"
 WORK = ["--env", "PongNoFrameskip-v4", "--model", "shallow"]
-WORK += ["--unroll_length", "80", "--batch_size", "8"]
+WORK += ["--unroll_length", "80", "--batch_size", "8", "--precision", "float32"]
 BFLOAT16 = ["--precision", "bfloat16"]
 YARDSTICK = "emulator"
 

@@ -444,6 +444,8 @@ def main() -> None:
         return
     if own.autotune and own.program == "both":
         own.program = "polybeast"
+    if not own.autotune:  # Parts do not know what auto would take.
+        argv = ["--precision", "float32", *argv]
     result = autotune(own, argv) if own.autotune else compare(own, argv)
     if own.out:
         own.out.parent.mkdir(parents=True, exist_ok=True)
