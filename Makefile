@@ -14,7 +14,7 @@ QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 
   --batch_size 16 --envs_per_actor 16 --learning_rate 0.002 --epsilon 0.001 \
   --entropy_cost 0.02
 
-.PHONY: train quickstart test test-classic sanitize fuzz nemesis nemesis-short bench \
+.PHONY: train quickstart watch test test-classic sanitize fuzz nemesis nemesis-short bench \
   results-table wheel fresh images lint setup clean
 
 # PolyBeast on Atari Pong, unless ARGS names another environment. Goes on from its
@@ -25,6 +25,13 @@ train: setup
 # MonoBeast: learns within minutes on a laptop's CPU.
 quickstart: setup
 	@exec $(PY) tools/launch.py monobeast $(QUICKSTART) $(ARGS)
+
+# All runs in a browser: return, speed, bottleneck, lag, losses, videos. The filter in the
+# address hides the link `latest`, which shows one of the runs a second time.
+WATCH_PORT := 6006
+watch: setup
+	@echo 'Open http://localhost:$(WATCH_PORT)/#custom_scalars&regexInput=^(?!latest)'
+	@exec $(PY) -m tensorboard.main --logdir ~/logs/torchbeast --port $(WATCH_PORT) $(ARGS)
 
 test: setup
 	$(PY) -m pytest $(ARGS)

@@ -21,7 +21,7 @@ from core.action_spaces import check_spaces
 from core.environments.stepping import Environments
 from core.errors import ConfigError
 from core.nests import Nest, map_nest
-from core.running import checkpoint, common_flags
+from core.running import checkpoint, common_flags, dashboard
 from core.running.randomness import seed_rng
 from core.running.unit import limit_calls
 
@@ -61,7 +61,7 @@ def play(
         with contextlib.ExitStack() as stack:
             add_frame = None
             if video_dir is not None:
-                path = video_dir / f"game-{number:03d}.mp4"
+                path = video_path(video_dir, number)
                 add_frame = stack.enter_context(_video(path, envs.envs[0]))
             while True:
                 if add_frame is not None:
@@ -78,6 +78,10 @@ def play(
         if row["truncated"][0]:  # The next step executes no action; it resets.
             actions, state = policy(row, state)
             envs.step(actions, row)
+
+
+def video_path(video_dir: Path, number: int) -> Path:
+    return video_dir / f"game-{number:03d}.mp4"
 
 
 @contextlib.contextmanager
@@ -198,12 +202,13 @@ def test_run(
         net = create_net(envs.observation_space, envs.action_space)
         net.load_state_dict(checkpoint.weights_for(net, found))
         print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")
+        video_dir = run_dir / "video" if flags.video else None
         games = play(
             envs,
             policy(net),
             net.initial_state(1),
             num_games=flags.num_episodes,
-            video_dir=run_dir / "video" if flags.video else None,
+            video_dir=video_dir,
         )
         report(
             games,
@@ -211,3 +216,6 @@ def test_run(
             step=found.step,
             settings={"env": flags.env, "greedy": flags.greedy, "seed": seed},
         )
+        if video_dir is not None:
+            last = video_path(video_dir, flags.num_episodes - 1)
+            dashboard.show_video(last, found.step)

@@ -23,6 +23,7 @@ from typing import Any
 
 from core.algorithm.counters import Field, as_number
 from core.errors import ConfigError
+from core.running import dashboard
 from core.running.atomic import write_atomically
 from core.running.columns import FIELDS, info_field
 from core.running.folder import lock_folder
@@ -333,6 +334,8 @@ class _EventFile:
     def _begin(self, purge_step: int) -> None:
         self._write(self._event(file_version="brain.Event:2"))
         self._write(self._event(session_log=self._session, step=purge_step))
+        layout = self._summary(value=[dashboard.layout()])
+        self._write(self._event(step=purge_step, summary=layout))
 
     def begin_anew(self, step: int) -> None:
         """Continue in a new file after the old one was deleted."""
@@ -342,7 +345,7 @@ class _EventFile:
 
     def add(self, step: int, row: Mapping[str, float | int]) -> None:
         values = [
-            self._summary.Value(tag=f"train/{key}", simple_value=value)
+            self._summary.Value(tag=dashboard.tag(key), simple_value=value)
             for key, value in row.items()
             if key != "step"
         ]

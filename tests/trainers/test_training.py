@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import monobeast
 import polybeast
@@ -943,6 +944,8 @@ def test_test_mode_writes_videos(start, trained):
     videos = sorted((trained / "video").glob("*.mp4"))
     assert [path.name for path in videos] == ["game-000.mp4", "game-001.mp4"]
     assert all(path.read_bytes()[4:8] == b"ftyp" for path in videos)
+    (event,) = EventAccumulator(str(trained / "video")).Reload().Images("video")
+    assert event.step == load(trained).step
 
 
 def test_test_mode_without_a_checkpoint_says_so(start, trained):
