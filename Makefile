@@ -14,8 +14,8 @@ QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 
   --batch_size 16 --envs_per_actor 16 --learning_rate 0.002 --epsilon 0.001 \
   --entropy_cost 0.02
 
-.PHONY: train quickstart watch test test-classic sanitize fuzz nemesis nemesis-short bench \
-  results-table wheel fresh images lint setup clean
+.PHONY: train quickstart watch test coverage test-classic sanitize fuzz nemesis \
+  nemesis-short bench results-table wheel fresh images lint setup clean
 
 # PolyBeast on Atari Pong, unless ARGS names another environment. Goes on from its
 # checkpoint.
@@ -35,6 +35,13 @@ watch: setup
 
 test: setup
 	$(PY) -m pytest $(ARGS)
+
+# The same, and which lines of core/ and the trainers no test runs, in any process.
+# Processes that tests kill do not tell theirs.
+coverage: setup
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest $(ARGS); status=$$?; \
+	  $(PY) -m coverage combine --quiet && $(PY) -m coverage report && exit $$status
 
 # Classic gym and atari-py, in an environment of their own.
 test-classic:

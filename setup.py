@@ -129,6 +129,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "hypothesis",
+            "coverage>=7.16",
             "matplotlib",
             "ruff",
             "mypy",
