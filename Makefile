@@ -37,7 +37,8 @@ test: setup
 	$(PY) -m pytest $(ARGS)
 
 # The same, and which lines of core/ and the trainers no test runs, in any process.
-# Processes that tests kill do not tell theirs.
+# Processes that are killed do not tell theirs, and MonoBeast's actors do not if tests
+# start the program.
 coverage: setup
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest $(ARGS); status=$$?; \
