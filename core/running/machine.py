@@ -89,7 +89,7 @@ def check_resources(
     if largest != resource.RLIM_INFINITY and shared_bytes > largest:
         raise ConfigError(
             f"shared memory: need {shared_bytes / mib:,.1f} MiB, but no file may have "
-            f"more than {largest / mib:,.1f} MiB (ulimit -f), and shared memory counts "
+            f"more than {largest // 1024:,} KiB (ulimit -f), and shared memory counts "
             f"as one. Raise the limit, or lower {remedy}."
         )
     yield line

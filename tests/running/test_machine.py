@@ -100,7 +100,7 @@ def test_shared_memory_beyond_the_limit_on_files_is_refused_with_both_numbers():
     """)
     kernels, ours = done.stdout.splitlines()
     assert kernels == "File too large"
-    for part in ("need 3.0 MiB", "more than 2.0 MiB (ulimit -f)", "Raise the limit"):
+    for part in ("need 3.0 MiB", "more than 2,048 KiB (ulimit -f)", "Raise the limit"):
         assert part in ours
 
 
