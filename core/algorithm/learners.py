@@ -91,6 +91,8 @@ class Learners:
         self.columns: dict[str, Any] = {}  # Of the log, for this learner's reports.
         self.waits_since = 0.0  # For another learner (time.monotonic); 0 if not now.
         self.wants_stop = False  # For the next update to agree on.
+        self.has_agreed_to_stop = False  # After an update in which a learner wanted to.
+        self.is_report_due = False  # After the present update.
         self.is_over = False  # After the last update of all learners.
         self._stop_by = math.inf  # When to stop without an agreement; monotonic.
         self._asked_at = self._said_at = 0.0
@@ -146,6 +148,19 @@ class Learners:
             dist.all_reduce(sums)
         return dict(zip(numbers, sums.tolist()))
 
+    def sum_update(self, sums: dict[Any, float]) -> dict[Any, float]:
+        """Return an update's sums over all learners; agree on a stop and on reports.
+
+        Sets `has_agreed_to_stop` and `is_report_due`, the same in all learners.
+        """
+        own = dict(sums)
+        grad_norm = own.pop("grad_norm")  # Of the summed gradient already.
+        own |= {"stop": self.wants_stop, "report": self._wants_report()}
+        total = self.sum(own)
+        self.has_agreed_to_stop = total.pop("stop") > 0
+        self.is_report_due = total.pop("report") > 0
+        return {**total, "grad_norm": grad_norm}
+
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return every learner's tensor, in the order of their ranks."""
         parts = [torch.empty_like(x, device="cpu") for _ in range(self.size)]
@@ -153,7 +168,7 @@ class Learners:
             dist.all_gather(parts, x.cpu())
         return [part.to(x.device) for part in parts]
 
-    def wants_report(self) -> bool:
+    def _wants_report(self) -> bool:
         """Say whether it is time for reports. All learners do what learner 0 says."""
         now = time.monotonic()
         is_time = self.rank == 0 and now - self._last_report >= REPORT_S

@@ -8,7 +8,9 @@ Espeholt et al. 2018 (arXiv:1802.01561), section 4. Read from top to bottom:
     compute_loss        the forward pass, and the loss of what came out
     impala_loss         V-trace and the three losses
 
-V-trace itself is in `core.algorithm.vtrace`. To change the loss, write a `compute_loss`
+V-trace itself is in `core.algorithm.vtrace`; what is counted and logged of each batch
+is in `core.algorithm.batch_counts`; the sums over several learners are in
+`core.algorithm.learners`. To change the loss, write a `compute_loss`
 of your own in your trainer and give it to `Learner` (README, "Change the algorithm").
 """
 
@@ -21,12 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from core.algorithm import losses, replay, vtrace
-from core.algorithm.counters import Averages, BusyTime, EpisodeStats
+from core.algorithm.batch_counts import BatchCounts, count_all_steps
+from core.algorithm.counters import BusyTime
 from core.algorithm.distributions import ActionDistribution
 from core.algorithm.gpu import Graphs, in_stream
 from core.algorithm.learners import CHECK_UPDATES, current
@@ -81,19 +83,13 @@ class Learner:
         self.updates = 0  # Optimizer steps: the version of the weights.
         self.skipped = 0  # Updates left out because something was not finite.
         self.skipped_in_a_row = 0
-        self.stale = 0  # Rollouts left out because of --max_policy_lag.
-        # What became of the rows of all batches since the start. Unused are those of a
-        # batch that came after the last update, or whose update was left out.
-        self.rows = {"learned": 0, "stale": 0, "unused": 0}
+        self.counts = BatchCounts(flags)
         self.failed = False  # After MAX_BAD_UPDATES: the other learner threads stop.
         # The other learners (torchrun), None without any. They do the same updates: all
-        # above but `stale` and `rows` is the same in all of them.
+        # above but `counts` is the same in all of them.
         self.learners = current()
         self.stopped = False  # The learners have agreed to stop.
-        self.episodes = EpisodeStats()
-        # Between two rows of the log; each has a lock of its own.
-        self.averages = Averages()
-        self.busy = BusyTime()
+        self.busy = BusyTime()  # Since the last row of the log. Has a lock of its own.
 
     def update(
         self, batch: Nest, state: Nest, stream: torch.cuda.Stream | None = None
@@ -122,17 +118,13 @@ class Learner:
         batch = map_nest(lambda x: x.numpy(), batch)
         with self.lock, self.busy.measure("learner"):
             if self.finished() or self.failed or self.stopped:
-                new, _ = replay.split(batch)
-                self.rows["unused"] += new["done"][1:].size
+                self.counts.add_unused(batch)
                 return
-            fresh = self._fresh_columns(batch)
-            if fresh.size < batch["done"].shape[1]:
-                batch, rows, state = (
-                    map_nest(lambda x: x[:, fresh], part)
-                    for part in (batch, rows, state)
-                )
-                if not replay.split(batch)[0]["done"].size:
-                    return
+            batch, rows, state = self.counts.leave_out_stale(
+                (batch, rows, state), self.updates
+            )
+            if not replay.split(batch)[0]["done"].size:  # Every new rollout was stale.
+                return
 
             # The learning rate of each parameter group falls linearly to 0.
             for optimizer in self.optimizers:
@@ -147,9 +139,9 @@ class Learner:
             )
             sums = losses.sum_scalars(parts, grad_norm)  # Waits for the device.
             sums |= count_all_steps(batch)
-            is_report_due = False
             if self.learners is not None:
-                sums, is_report_due = self._sum_over_learners(sums)
+                sums = self.learners.sum_update(sums)
+                self.stopped = self.learners.has_agreed_to_stop
             is_finite = math.isfinite(sums["total_loss"] + sums["grad_norm"])
             if is_finite:
                 for optimizer in self.optimizers:
@@ -157,26 +149,7 @@ class Learner:
                 self._learn_statistics(batch, rows, sums)
             self._count(batch, sums, is_finite)
             if self.learners is not None:
-                self._meet_learners(is_report_due)
-
-    def _fresh_columns(self, batch: Nest) -> np.ndarray:
-        """Return which rollouts --max_policy_lag leaves; count the others.
-
-        A rollout is too old if its first action was chosen by weights that have been
-        updated more often since. (If no rollout of a batch is left, the weights stay as
-        they are, and the next rollouts are younger.) A replayed rollout may not be
-        older than a new one either, but was counted when it was new.
-        """
-        num_rollouts = batch["done"].shape[1]
-        if self.flags.max_policy_lag is None:
-            return np.arange(num_rollouts)
-        lag = self.updates - batch["policy_version"][1:].min(axis=0)  # [B]
-        fresh = np.flatnonzero(lag <= self.flags.max_policy_lag)
-        num_new = replay.split(batch)[0]["done"].shape[1]
-        num_stale = num_new - np.count_nonzero(fresh < num_new)
-        self.stale += num_stale
-        self.rows["stale"] += num_stale * (len(batch["done"]) - 1)
-        return fresh
+                self._meet_learners()
 
     def _learn_statistics(
         self, batch: Nest, rows: Nest, sums: dict[Any, float]
@@ -189,52 +162,19 @@ class Learner:
             self.net.baseline.learn(*losses.target_moments(sums, num_steps))
 
     def _count(self, batch: Nest, sums: dict[Any, float], is_finite: bool) -> None:
-        """Count an update, and all that the log says of its batch.
+        """Count an update and its batch.
 
-        Steps, episodes and rows are those of new rollouts.
+        Raises:
+          FloatingPointError: this was the last of MAX_BAD_UPDATES updates in a row that
+            were left out.
         """
-        all_steps, num_steps, replayed_steps = (
-            int(sums.pop(key)) for key in ("steps", "new_steps", "replayed_steps")
-        )
-        rho, entropy = sums.pop("rho"), sums.pop("entropy")
-        new, replayed = replay.split(batch)
-        replay_rho = sums.pop("replay_rho", math.nan)  # A fork's loss may have none.
-        if replayed is not None:
-            rho -= replay_rho
-            lag = self.updates - replayed["policy_version"][1:]
-            mean_rho = replay_rho / max(replayed_steps, 1)
-            self.averages.add({replay.LAG: lag.mean(), replay.RHO: mean_rho})
-        rows = map_nest(lambda x: x[1:], new)  # Row 0 was another rollout's last.
-        self.episodes.add_episodes(rows["episode_return"][rows["done"]])
-        info = rows["info"]
-        ended = ~np.isnan(info["game_return"])
-        self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
-        lag = self.updates - rows["policy_version"]
-        self.averages.add_max(policy_lag_max=lag.max())
-        target_mean, target_var = losses.target_moments(sums, all_steps)
-        del sums["target"], sums["target_square"]
-        self.averages.add(
-            sums,
-            mean_rho=rho / max(num_steps, 1),
-            entropy=entropy / max(all_steps, 1),
-            policy_lag_mean=lag.mean(),
-            return_mean=target_mean,
-            return_std=target_var**0.5,
-        )
-        for key in self.flags.info_keys:
-            values = info[key][np.isfinite(info[key])]
-            if values.size:
-                self.averages.add(**{f"info_{key}": values.mean()})
-
-        self.step += num_steps
+        self.step += self.counts.add(batch, sums, self.updates, is_learned=is_finite)
         if is_finite:
             self.updates += 1
             self.skipped_in_a_row = 0
-            self.rows["learned"] += rows["done"].size
             return
         self.skipped += 1
         self.skipped_in_a_row += 1
-        self.rows["unused"] += rows["done"].size
         if self.skipped_in_a_row >= MAX_BAD_UPDATES:
             self.failed = True
             bad = losses.describe_not_finite(batch)
@@ -245,42 +185,13 @@ class Learner:
                 "--learning_rate, or check the environment's observations."
             )
 
-    def _sum_over_learners(
-        self, sums: dict[Any, float]
-    ) -> tuple[dict[Any, float], bool]:
-        """Return the sums over all learners, and whether reports are due now."""
-        assert self.learners is not None
-        own = dict(sums)
-        grad_norm = own.pop("grad_norm")  # Of the summed gradient already.
-        own |= {
-            "stop": self.learners.wants_stop,
-            "report": self.learners.wants_report(),
-        }
-        total = self.learners.sum(own)
-        self.stopped = total.pop("stop") > 0
-        is_report_due = total.pop("report") > 0
-        return {**total, "grad_norm": grad_norm}, is_report_due
-
-    def _meet_learners(self, is_report_due: bool) -> None:
+    def _meet_learners(self) -> None:
         """After an update: give learner 0 what it logs; compare the weights."""
         learners = self.learners
         assert learners is not None
         learners.is_over = self.finished() or self.stopped
-        if is_report_due or learners.is_over:
-            report = None
-            if learners.rank > 0:
-                report = {
-                    "episodes": self.episodes.take(),
-                    "averages": self.averages.take(),
-                    "stale": self.stale,
-                    "busy": self.busy.pop(),
-                    "columns": learners.columns,
-                }
-                self.stale = 0
-            for other in learners.report(report):
-                self.episodes.merge(other["episodes"])
-                self.averages.merge(*other["averages"])
-                self.stale += other["stale"]
+        if learners.is_report_due or learners.is_over:
+            self.counts.report(learners, self.busy)
         if self.updates % CHECK_UPDATES == 0:
             learners.check_weights(self.net)
 
@@ -322,33 +233,14 @@ class Learner:
             "step": self.step,
             "updates": self.updates,
             "skipped": self.skipped,
-            "stale": self.stale,
-            "episodes": self.episodes.state(),
+            **self.counts.state(),
         }
-
-    def begin_own_counts(self) -> None:
-        """Forget what learner 0 has counted: it adds what this learner reports."""
-        self.episodes, self.averages, self.stale = EpisodeStats(), Averages(), 0
 
     def restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.updates = state["updates"]
         self.skipped = state["skipped"]
-        self.stale = state.get("stale", 0)  # Older checkpoints have none.
-        self.episodes.restore(state["episodes"])
-
-
-def count_steps(batch: Mapping[str, np.ndarray]) -> int:
-    """Return how many transitions a batch has; none starts at a truncated row."""
-    return int(np.count_nonzero(~batch["truncated"][:-1]))
-
-
-def count_all_steps(batch: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the numbers of all, of new and of replayed transitions of a batch."""
-    new, replayed = (
-        0 if part is None else count_steps(part) for part in replay.split(batch)
-    )
-    return {"steps": new + replayed, "new_steps": new, "replayed_steps": replayed}
+        self.counts.restore(state)
 
 
 def compute_gradient(

@@ -161,7 +161,7 @@ class Run:
         if self._others is not None:
             self._others.share_weights(self.learner.net)
         if ranks.rank() > 0:  # Or all learners would draw the same actions.
-            self.learner.begin_own_counts()
+            self.learner.counts.begin_own()
             seed_rng(env_seed(self.flags.seed, ranks.rank(), self.learner.updates, 0))
         return self.found
 
@@ -367,7 +367,7 @@ class Run:
         ends at this moment, some columns include it and the others do in the next row.
         """
         learner, now = self.learner, time.monotonic()
-        step, episodes = learner.step, learner.episodes
+        step, episodes = learner.step, learner.counts.episodes
         steps = step - self._last_step
         row: dict[str, Any] = {
             "step": step,
@@ -382,7 +382,7 @@ class Run:
             "learning_rate": learner.optimizers[0].param_groups[0]["lr"],
             "updates": learner.updates,
             "skipped_updates": learner.skipped,
-            "stale_rollouts": learner.stale,
+            "stale_rollouts": learner.counts.stale,
             "rss_mb": compute.rss_mb(),
         }
         if steps == 0:
@@ -394,7 +394,7 @@ class Run:
             reports = self._others.reports
             stats = columns.combine([stats, *(r["columns"] for r in reports)])
             busy = columns.combine([busy, *(r["busy"] for r in reports)])
-        row |= {**learner.averages.pop(), **stats}
+        row |= {**learner.counts.averages.pop(), **stats}
         row |= {f"{stage}_busy": share for stage, share in busy.items()}
         row["gpu_utilization"] = gpu_utilization(learner.net)
         self._log.log(row)
@@ -448,7 +448,7 @@ def check_ledger(learner: Learner, received: int, others: Mapping[str, int]) -> 
     Raises:
       RuntimeError: the numbers do not add up: rows were lost, or learned twice.
     """
-    parts = {**learner.rows, **others}
+    parts = {**learner.counts.rows, **others}
     text = f"{received} rows received = "
     text += " + ".join(f"{n} {name}" for name, n in parts.items())
     log.info("%s", text)

@@ -49,7 +49,7 @@ def do_updates(flags, rank, size):
 
 def results(learner):
     gradient = torch.cat([p.grad.flatten() for p in learner.net.parameters()])
-    state = {**learner.state(), "averages": learner.averages.pop()}
+    state = {**learner.state(), "averages": learner.counts.averages.pop()}
     return {"model": learner.net.state_dict(), "gradient": gradient, "state": state}
 
 

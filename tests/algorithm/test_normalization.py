@@ -246,7 +246,7 @@ def test_an_update_uses_the_statistics_that_its_actors_had():
     learner = make_learner(*BOTH, "--learning_rate", "0.01")
     for seed in range(3):
         learner.update(on_policy(learner.net, random_batch(seed=seed)), ())
-        mean_rho = learner.averages.pop()["mean_rho"]
+        mean_rho = learner.counts.averages.pop()["mean_rho"]
         assert mean_rho == pytest.approx(1, abs=1e-6), seed
 
 
@@ -416,7 +416,7 @@ def test_an_update_learns_the_targets_of_its_transitions(
     assert layer.mean.item() == pytest.approx(vs.mean().item(), rel=1e-5)
     assert layer.var.item() == pytest.approx(vs.var(correction=0).item(), rel=1e-5)
     # What the log says of the batch; and the values are as before, but for rounding.
-    row = learner.averages.pop()
+    row = learner.counts.averages.pop()
     assert row["return_mean"] == pytest.approx(layer.mean.item())
     assert row["return_std"] == pytest.approx(layer.std.item())
     after = learner.net(batch)[0]["baseline"]

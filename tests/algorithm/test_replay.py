@@ -223,10 +223,14 @@ def test_steps_episodes_and_rows_are_those_of_new_rollouts():
     alone.update(new, ())
     assert learner.updates == 11
     assert learner.step == alone.step == np.count_nonzero(~new["truncated"][:-1])
-    assert learner.rows == alone.rows == {"learned": T * NEW, "stale": 0, "unused": 0}
-    assert learner.episodes.state() == alone.episodes.state()
-    assert learner.episodes.games == 1
-    row, row_alone = learner.averages.pop(), alone.averages.pop()
+    assert (
+        learner.counts.rows
+        == alone.counts.rows
+        == {"learned": T * NEW, "stale": 0, "unused": 0}
+    )
+    assert learner.counts.episodes.state() == alone.counts.episodes.state()
+    assert learner.counts.episodes.games == 1
+    row, row_alone = learner.counts.averages.pop(), alone.counts.averages.pop()
     for column in ("policy_lag_mean", "policy_lag_max", "info_half"):
         assert row[column] == row_alone[column]
     assert row[replay.LAG] == 9 and row["policy_lag_mean"] == 7
@@ -242,8 +246,10 @@ def test_importance_weights_are_told_apart():
     learner.update(join(new, old), ())
     alone, _ = make_learner()
     alone.update(old, ())
-    row = learner.averages.pop()
-    assert row[replay.RHO] == pytest.approx(alone.averages.pop()["mean_rho"], rel=1e-5)
+    row = learner.counts.averages.pop()
+    assert row[replay.RHO] == pytest.approx(
+        alone.counts.averages.pop()["mean_rho"], rel=1e-5
+    )
     assert "replay_rho" not in row
     assert row["mean_rho"] > 0.98 > 0.95 > row[replay.RHO]
 
@@ -274,10 +280,10 @@ def test_no_replayed_rollout_is_older_than_a_new_one_may_be(max_lag, versions, c
     new["truncated"][...] = old["truncated"][...] = False
     learner.updates = 10
     learner.update(join(new, old), ())
-    assert (learner.updates - 10, learner.step, learner.stale) == counts
+    assert (learner.updates - 10, learner.step, learner.counts.stale) == counts
     stale = {"learned": learner.step, "stale": T * counts[2], "unused": 0}
-    assert learner.rows == stale
-    row = learner.averages.pop()
+    assert learner.counts.rows == stale
+    row = learner.counts.averages.pop()
     assert (replay.RHO in row) == (max_lag == 9)
     assert "replay_rho" not in row
 
@@ -293,4 +299,4 @@ def test_the_rows_of_a_batch_after_the_last_update_are_counted_once():
     learner, rollouts = make_learner()
     learner.step = learner.flags.total_steps
     learner.update(join(rollouts(NEW, 3), rollouts(REPLAYED, 1)), ())
-    assert learner.rows == {"learned": 0, "stale": 0, "unused": T * NEW}
+    assert learner.counts.rows == {"learned": 0, "stale": 0, "unused": T * NEW}

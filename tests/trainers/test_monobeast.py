@@ -117,10 +117,10 @@ def test_rollouts_beyond_the_maximal_lag_are_left_out_and_counted(module):
         if module is polybeast:
             batch, agent_state = map_nest(torch.from_numpy, (batch, agent_state))
         learner.update(batch, agent_state)
-        counts = (learner.step, learner.updates - 10, learner.stale)
-        assert learner.rows == {
+        counts = (learner.step, learner.updates - 10, learner.counts.stale)
+        assert learner.counts.rows == {
             "learned": learner.step,
-            "stale": learner.stale * T,
+            "stale": learner.counts.stale * T,
             "unused": 0,
         }
         return counts, [p.grad for p in learner.net.parameters()]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a learner counts and logs of its batches. No weight depends on these numbers.
+
+The exception is `leave_out_stale`, which is --max_policy_lag.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from core.algorithm import losses, replay
+from core.algorithm.counters import Averages, BusyTime, EpisodeStats
+from core.algorithm.learners import Learners
+from core.nests import Nest, map_nest
+
+
+class BatchCounts:
+    """Counts rows, rollouts and episodes of batches. `Learner.lock` guards the counts.
+
+    Episodes, steps and rows are those of new rollouts: a replayed rollout was counted
+    when it was new.
+    """
+
+    def __init__(self, flags: argparse.Namespace):
+        self._flags = flags
+        self.stale = 0  # Rollouts left out because of --max_policy_lag.
+        # What became of the rows of all batches since the start. Unused are those of a
+        # batch that came after the last update, or whose update was left out.
+        self.rows = {"learned": 0, "stale": 0, "unused": 0}
+        self.episodes = EpisodeStats()  # Has a lock of its own, as averages have.
+        self.averages = Averages()  # Since the last row of the log.
+
+    def leave_out_stale(
+        self, parts: tuple[Nest, Nest, Nest], updates: int
+    ) -> tuple[Nest, Nest, Nest]:
+        """Return a batch without the rollouts that --max_policy_lag refuses.
+
+        A rollout is too old if its first action was chosen by weights that have been
+        updated more often since. (If no rollout of a batch is left, the weights stay as
+        they are, and the next rollouts are younger.) The limit holds for replayed
+        rollouts, too.
+
+        Args:
+          parts: the batch as numpy arrays, the same rows on the learner's device, and
+            the recurrent state.
+          updates: the version of the weights.
+        """
+        batch = parts[0]
+        num_rollouts = batch["done"].shape[1]
+        if self._flags.max_policy_lag is None:
+            return parts
+        lag = updates - batch["policy_version"][1:].min(axis=0)  # [B]
+        fresh = np.flatnonzero(lag <= self._flags.max_policy_lag)
+        if fresh.size == num_rollouts:
+            return parts
+        num_new = replay.split(batch)[0]["done"].shape[1]
+        num_stale = num_new - np.count_nonzero(fresh < num_new)
+        self.stale += num_stale
+        self.rows["stale"] += num_stale * (len(batch["done"]) - 1)
+        batch, rows, state = (map_nest(lambda x: x[:, fresh], part) for part in parts)
+        return batch, rows, state
+
+    def add_unused(self, batch: Nest) -> None:
+        """Count a batch that comes after the last update."""
+        new, _ = replay.split(batch)
+        self.rows["unused"] += new["done"][1:].size
+
+    def add(
+        self, batch: Nest, sums: dict[Any, float], updates: int, *, is_learned: bool
+    ) -> int:
+        """Count a batch and all that the log says of it; return its number of steps.
+
+        Args:
+          sums: of `losses.sum_scalars` and `count_all_steps`. What is not a column of
+            the log is taken out.
+          updates: the version of the weights before this update.
+          is_learned: False if the update was left out.
+        """
+        all_steps, num_steps, replayed_steps = (
+            int(sums.pop(key)) for key in ("steps", "new_steps", "replayed_steps")
+        )
+        rho, entropy = sums.pop("rho"), sums.pop("entropy")
+        new, replayed = replay.split(batch)
+        replay_rho = sums.pop("replay_rho", math.nan)  # A fork's loss may have none.
+        if replayed is not None:
+            rho -= replay_rho
+            lag = updates - replayed["policy_version"][1:]
+            mean_rho = replay_rho / max(replayed_steps, 1)
+            self.averages.add({replay.LAG: lag.mean(), replay.RHO: mean_rho})
+        rows = map_nest(lambda x: x[1:], new)  # Row 0 was another rollout's last.
+        self.episodes.add_episodes(rows["episode_return"][rows["done"]])
+        info = rows["info"]
+        ended = ~np.isnan(info["game_return"])
+        self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
+        lag = updates - rows["policy_version"]
+        self.averages.add_max(policy_lag_max=lag.max())
+        target_mean, target_var = losses.target_moments(sums, all_steps)
+        del sums["target"], sums["target_square"]
+        self.averages.add(
+            sums,
+            mean_rho=rho / max(num_steps, 1),
+            entropy=entropy / max(all_steps, 1),
+            policy_lag_mean=lag.mean(),
+            return_mean=target_mean,
+            return_std=target_var**0.5,
+        )
+        for key in self._flags.info_keys:
+            values = info[key][np.isfinite(info[key])]
+            if values.size:
+                self.averages.add(**{f"info_{key}": values.mean()})
+        self.rows["learned" if is_learned else "unused"] += rows["done"].size
+        return num_steps
+
+    def report(self, learners: Learners, busy: BusyTime) -> None:
+        """Give learner 0 the counts since the last report; add them up there."""
+        report = None
+        if learners.rank > 0:
+            report = {
+                "episodes": self.episodes.take(),
+                "averages": self.averages.take(),
+                "stale": self.stale,
+                "busy": busy.pop(),
+                "columns": learners.columns,
+            }
+            self.stale = 0
+        for other in learners.report(report):
+            self.episodes.merge(other["episodes"])
+            self.averages.merge(*other["averages"])
+            self.stale += other["stale"]
+
+    def begin_own(self) -> None:
+        """Forget what learner 0 has counted: it adds what this learner reports."""
+        self.episodes, self.averages, self.stale = EpisodeStats(), Averages(), 0
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, for `restore`."""
+        return {"stale": self.stale, "episodes": self.episodes.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.stale = state.get("stale", 0)  # Older checkpoints have none.
+        self.episodes.restore(state["episodes"])
+
+
+def count_all_steps(batch: Nest) -> dict[str, float]:
+    """Return the numbers of all, of new and of replayed transitions of a batch."""
+    new, replayed = (
+        0 if part is None else _count_steps(part) for part in replay.split(batch)
+    )
+    return {"steps": new + replayed, "new_steps": new, "replayed_steps": replayed}
+
+
+def _count_steps(batch: Mapping[str, np.ndarray]) -> int:
+    """Return how many transitions a batch has; none starts at a truncated row."""
+    return int(np.count_nonzero(~batch["truncated"][:-1]))
