@@ -37,6 +37,7 @@ def ours(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name}, line {node.lineno}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     tops = {Path(name).stem for name in PROGRAMS} | {"core"}
     return {name for name in found if name.split(".")[0] in tops}
@@ -97,12 +98,19 @@ def test_no_modules_import_each_other():
         visit(module, ())
 
 
-def test_environment_servers_need_no_torch():
-    command = "import sys, polybeast_env; print('torch' in sys.modules)"
+def test_environment_servers_need_neither_torch_nor_the_extension():
+    """Also what a server imports late: all of core.remote but the learner's modules."""
+    names = {path.stem for path in (ROOT / "core" / "remote").glob("*.py")}
+    names -= {"__init__", "greet", "pool"}
+    modules = ["polybeast_env", *(f"core.remote.{name}" for name in sorted(names))]
+    command = (
+        f"import sys, {', '.join(modules)}; "
+        "print([x for x in ('torch', 'libtorchbeast') if x in sys.modules])"
+    )
     run = subprocess.run(
         [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True
     )
-    assert run.stdout == "False\n", run.stderr
+    assert run.stdout == "[]\n", run.stderr
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
