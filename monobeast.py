@@ -485,11 +485,11 @@ def learn_loop(
 
 
 def train(flags: argparse.Namespace) -> Exit:
-    """Train until --total_steps, a signal or a failure; a checkpoint is left behind."""
+    """Train until --total_steps, a signal or a failure; write a last checkpoint."""
     if not flags.serial:
         check_main_file()
     keep_freed_memory()
-    spaces = read_spaces(flags)  # First: a misspelt --env leaves no run behind.
+    spaces = read_spaces(flags)  # First: a misspelt --env must create no run.
     with run_folder(flags) as run_dir, StopSignal() as stop:
         settle_precision(
             flags,

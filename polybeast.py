@@ -5,7 +5,7 @@
     python -m polybeast --server_addresses host1:4431-4446,host2:4431-4446 \\
         --tls_dir certs/learner
 
-Environment servers (polybeast_env.py) step environments and send what they see; this
+Environment servers (polybeast_env.py) step environments and send observations; this
 process, the learner, chooses all actions and learns. The actor pool between them is C++
 (csrc/): it moves rows and holds no GIL. All machine learning is Python: here, and in
 core/algorithm.
@@ -411,8 +411,9 @@ def inference(
     # Several threads with one core each are faster than one thread with several cores,
     # and leave cores to the learner.
     set_torch_threads(1)
-    # The learner first, if it is on the CPU and leaves a core free. A learner on all
-    # cores would hardly let this thread run. Only Linux has priorities of threads.
+    # Let the learner run first, if it is on the CPU and leaves a core free. If the
+    # learner used all cores, this thread would hardly run at low priority. Only Linux
+    # has priorities of threads.
     on_cpu = flags.learner_device.startswith("cpu")
     if on_cpu and flags.learner_cores < num_cores() and sys.platform == "linux":
         lower_priority()

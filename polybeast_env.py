@@ -147,9 +147,9 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=server_flags.tcp_addresses,
         metavar="HOST:PORT",
         help="instead of listening, dial this learner, which has --listen, now and "
-        "whenever the connection is lost: works behind NAT, and where only outgoing "
-        "connections pass. A comma list (host:4431-4432) shares the servers among "
-        "several learners",
+        "whenever the connection is lost: this works behind NAT, and behind firewalls "
+        "that let only outgoing connections pass. A comma list (host:4431-4432) shares "
+        "the servers among several learners",
     )
     server_flags.add_server_flags(servers)
     servers.add_argument(
@@ -246,13 +246,13 @@ def serve(flags: argparse.Namespace) -> Exit:
             dialer.flags, create_server, addresses_to_serve(dialer.flags), stop
         ) as servers,
     ):
-        said = False
+        has_described = False
         while stop.received is None:
             if servers.poll(TICK_S, *parent) and not os.read(parent[0], 4096):
-                log.info("Whoever started these servers is gone: stopping")
+                log.info("The process that started these servers has ended: stopping")
                 return Exit.DONE
-            if not said and servers.are_listening():
-                said = True
+            if not has_described and servers.are_listening():
+                has_described = True
                 log.info("%s", servers.describe())
                 dialer.start()
             dialer.check()

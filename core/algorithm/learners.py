@@ -9,10 +9,10 @@ batch, and no learning rate changes. An update does this (`Learner.update`):
 
     gradient of the share  ->  sum over all learners  ->  clip  ->  optimizer step
 
-All learners have the same weights, counters and learning rate at each update, and so
-come to the same decisions: when a run is finished, and which updates are left out. Each
-learner's update waits for the others'. A learner that has nothing to learn from holds
-the others, for up to --stall_timeout_s; then the run stops and says which one it was.
+All learners have the same weights, counters and learning rate at each update, so they
+make the same decisions: when a run is finished, and which updates are left out. In each
+update a learner waits for all other learners. If one learner has no data, the other
+learners wait for up to --stall_timeout_s; then the run stops and names that learner.
 
 This is the only module that knows torch.distributed.
 """
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 # The learners of a run may be started one after another, on several machines.
 START_S = 300.0
-# Time for the end of a learner to be known, once its connections have closed.
+# A learner whose connections have closed has this time to say how it ended.
 END_S = 3.0
 # Learner 0 may need this long for its last checkpoint while the others wait.
 LAST_SAVE_S = 300.0
@@ -89,8 +89,8 @@ class Learners:
         self.rank, self.size = ranks.rank(), ranks.size()
         self.reports: list[Any] = []  # At learner 0: the newest ones of the others.
         self.columns: dict[str, Any] = {}  # Of the log, for this learner's reports.
-        self.waits_since = 0.0  # For another learner (time.monotonic); 0 if not now.
-        self.wants_stop = False  # For the next update to agree on.
+        self.waits_since = 0.0  # Start of a wait for a learner; 0: none.
+        self.wants_stop = False  # The next update makes all learners agree.
         self.has_agreed_to_stop = False  # After an update in which a learner wanted to.
         self.is_report_due = False  # After the present update.
         self.is_over = False  # After the last update of all learners.
@@ -295,10 +295,10 @@ class Learners:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Wait for the others.
+        """Wait for the other learners.
 
         Raises:
-          LearnerLost: one of them has ended, or does not answer.
+          LearnerLost: another learner has ended, or does not answer.
         """
         self.waits_since = began = time.monotonic()
         try:
@@ -344,7 +344,7 @@ class Learners:
         try:
             if self._store is not None:
                 self._store.set(key, value)
-        except RuntimeError:  # Who keeps the store has ended: torchrun, or learner 0.
+        except RuntimeError:  # The process with the store (torchrun, learner 0) ended.
             self._store = None
 
     def _read(self, key: str) -> str | None:
@@ -356,13 +356,13 @@ class Learners:
         return None
 
     def end(self, status: Exit, text: str = "") -> None:
-        """Tell the others how this learner ends; close the connections; wait.
+        """Tell the other learners how this one ends; close the connections; wait.
 
         Learners that come to the end together leave together: when one ends early,
         torchrun ends the others, and the last checkpoint may be under way.
         """
         self._tell(f"end/{self.rank}", f"{int(status)} {one_line(text)}")
-        if not self.is_over:  # Others may wait for what will not come.
+        if not self.is_over:  # Other learners may wait for an update of this one.
             self._tell("ended", str(self.rank))
             dist.destroy_process_group()
         if status in (Exit.DONE, Exit.STOPPED):

@@ -31,8 +31,8 @@ class ImpalaLoss(NamedTuple):
     rho: torch.Tensor  # Clipped importance weights, over all transitions.
     target: torch.Tensor  # V-trace targets, float64, over all transitions.
     target_square: torch.Tensor  # Their squares.
-    # What else logs.csv shall have columns for, by `metrics.Field` or by name. Elements
-    # of a tensor are summed.
+    # More columns for logs.csv, by `counters.Field` or by name. Elements of a tensor
+    # are summed.
     extra: dict[Any, torch.Tensor] = {}  # Shared, so never written to.
 
     def scalars(self) -> dict[Any, torch.Tensor]:

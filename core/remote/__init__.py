@@ -4,8 +4,8 @@
 Here belongs all that connects polybeast.py to environment servers: the servers and
 their supervisor, the wire protocol (proto/torchbeast.proto) in Python, TLS, addresses,
 the servers that a learner starts itself, machines that dial in, and the learner's watch
-over all servers. Here does not
-belong the hot path of the learner's side, which is C++ (csrc/).
+over all servers. Here does not belong the hot path of the learner's side, which is C++
+(csrc/).
 
 Environment servers import neither torch nor libtorchbeast. `greet` and `pool` import
 both: only the learner may import these two.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner's door for machines that dial in: polybeast's --listen.
+"""Accepts the connections of machines that dial in: polybeast's --listen.
 
     python -m core.remote.acceptor --listen 0.0.0.0:4431 --folder /tmp/torchbeast-x
 
@@ -9,9 +9,10 @@ private folder. When the learner connects to it, the acceptor asks the machine t
 one more connection, and relays bytes between the two. The standard output tells the
 learner about machines that join and leave.
 
-Strangers: a connection has HELLO_S to show the right certificate and to say a right
-hello. When more than MAX_SILENT have not done so, the oldest of the address that has
-most of them is ended; so they do not keep honest machines out.
+A connection has HELLO_S to show a valid certificate and to send a valid hello. When
+more than MAX_SILENT connections have not done so, the acceptor closes one of them: the
+oldest from the address with the most of them. So silent connections do not keep honest
+machines out.
 """
 
 import argparse
@@ -45,8 +46,8 @@ from core.remote.tunnel import (
 
 log = logging.getLogger(__name__)
 
-HELLO_S = 5.0  # For all before and with the hello; an honest machine needs no second.
-MAX_SILENT = 256  # Connections before their hello.
+HELLO_S = 5.0  # First line, TLS and hello together; a machine takes less than 1 s.
+MAX_SILENT = 256  # Connections that have not sent their hello yet.
 MAX_MACHINES = 1000
 OPEN_S = 3.0  # For a machine to dial a connection; the pool waits as long for TCP.
 LEAVE_S = 10.0  # A machine that joins again within this time has not left.

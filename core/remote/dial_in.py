@@ -2,8 +2,8 @@
 """Machines that dial in, as the programs on both sides see them.
 
 `DialedIn` is for the learner (--listen), `DialsOut` for polybeast_env
-(--learner_address).
-What goes on between them is in `core.remote.tunnel`, `acceptor` and `dialer`.
+(--learner_address). The connections between them are made by `core.remote.acceptor` and
+`dialer`, and `tunnel` says how.
 """
 
 import argparse

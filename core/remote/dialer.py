@@ -42,7 +42,7 @@ OPEN = re.compile(r"open ([0-9a-f]{32}) (\d{1,5})", re.ASCII)
 
 
 class Refused(ConnectionError):
-    """One of the sides does not accept the other; to try again hardly helps."""
+    """The dialer and the acceptor do not accept each other. A retry rarely helps."""
 
 
 class Link:

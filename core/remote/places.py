@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Places`: who may have a stream, and until when.
 
-A server has S places. A stream without a place says Hello soon or is ended; after its
-Hello it gets a place, or the learner is told that the server is busy.
+A server has S places. The server ends a stream that sends no Hello within HELLO_S.
+After its Hello a stream gets a place, or the server tells the learner that it is busy.
 """
 
 import contextlib

@@ -122,8 +122,9 @@ def add_address_flags(group: Any) -> None:
         type=tcp_address,
         metavar="HOST:PORT",
         help="let machines dial in here, at any time: python -m polybeast_env "
-        "--learner_address HOST:PORT. With 0.0.0.0:4431 other machines can, and "
-        "--tls_dir is needed. Of several learners (torchrun) the i-th has PORT + i",
+        "--learner_address HOST:PORT. With 0.0.0.0:4431 other machines can dial in "
+        "too, and --tls_dir is needed. With several learners (torchrun), learner i "
+        "listens at PORT + i",
     )
     group.add_argument(
         "--server_addresses",
@@ -139,9 +140,9 @@ def add_address_flags(group: Any) -> None:
         type=int_at_least(1),
         metavar="N",
         help="with --server_addresses, the largest number of streams at a time; each "
-        "server has --streams_per_server of them. Default: what the servers have; for "
-        "a list that may change twice as many as at the start, at least "
-        f"{MIN_MAX_STREAMS}",
+        "server has --streams_per_server of them. Default: as many as the "
+        "servers have; for a list that may change, twice as many as the servers have "
+        f"at the start, at least {MIN_MAX_STREAMS}",
     )
 
 

@@ -2,15 +2,15 @@
 """Lists of environment servers that change while the learner runs.
 
     --server_addresses dns:envs:4431          every address behind a name
-    --server_addresses file:hosts.txt         what is in a file, or =@hosts.txt
+    --server_addresses file:hosts.txt         the addresses in a file; also @hosts.txt
 
 A `Source` knows one list. `ServerList` has a thread for each source that may change,
-asks it about once a second, and knows all servers of the moment. The learner's main
-thread (core.remote.pool) looks there and tells the actor pool, so neither a slow name
-server nor a slow disk holds anything up.
+reads that source about once a second, and holds the present list of all servers. The
+learner's main thread (core.remote.pool) takes the list from there and gives it to the
+actor pool. So a slow name server or a slow disk delays only the thread of its source.
 
-With several learners (torchrun), those who read a list that changes divide it by a hash
-of the address, so that no server moves from one learner to another.
+With several learners (torchrun), a hash of each address says which learner has that
+server, so that no server moves from one learner to another.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ASK_S = 1.0  # Between two questions to a source.
 DNS_S = 5.0  # Between two questions to the name server.
 CLOSE_S = 1.0  # For a source that is just being asked; a name server may take longer.
 MAX_FILE_BYTES = 1 << 20
-MAX_LOOKS = 5  # At a file that is different each time.
+MAX_LOOKS = 5  # At a file that has changed each time.
 SHOWN = 8  # Servers named in one log line.
 
 

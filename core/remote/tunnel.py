@@ -13,9 +13,10 @@ it is to be encrypted. The next line, the hello, says what the connection is for
     join      stays open while the machine takes part: both sides send lines
     tunnel    carries one gRPC connection, which the acceptor has asked for by a line
 
-In TLS the machine is the server and the learner the client, as where the learner dials.
-So both keep the certificates that they have: a machine's certificate does not make a
-learner. And the learner shows its own only after it has seen the machine's.
+In TLS the machine is the server and the learner is the client, as they are when the
+learner dials. So both use the certificates that they already have, and nobody can pose
+as a learner with a machine's certificate. The learner shows its certificate only after
+it has checked the machine's.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = 1
 MAX_LINE_BYTES = 512
-BUFFER_BYTES = 1 << 20  # That wait to be sent; then the other side is not read.
+BUFFER_BYTES = 1 << 20  # If more bytes wait to be sent, the sender is not read.
 READ_BYTES = 256 << 10
 CLOSE_S = 5.0  # Time to send what waits when the other side has closed.
 MAX_SERVERS = 10_000  # Of one machine.

@@ -246,10 +246,10 @@ def _add_network_flags(learner: Any) -> None:
         choices=["auto", "deep", "shallow", "small", "mlp", "tanh"],
         default="auto",
         help="deep: the IMPALA paper's residual network. shallow: three convolutions. "
-        "small: one, for pictures of less than 36 pixels a side. mlp: any small "
-        "observation. tanh: the same, with two tanh layers of 64, and two more for the "
-        "baseline unless --use_lstm, for continuous control. auto: shallow or small "
-        "for pictures, else mlp",
+        "small: one convolution, for pictures of less than 36 pixels a side. mlp: any "
+        "small observation. tanh: like mlp, but with two tanh layers of 64 for the "
+        "policy and two for the baseline (which share them with --use_lstm), for "
+        "continuous control. auto: shallow or small for pictures, else mlp",
     )
     learner.add_argument(
         "--use_lstm", action="store_true", help="add a recurrent core to the network"
