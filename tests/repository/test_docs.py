@@ -47,3 +47,19 @@ def test_the_glossary_of_columns_is_that_of_the_code():
 
 def test_the_readme_is_one_sitting():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_the_diffs_in_the_readme_are_lines_of_the_examples():
+    patches = {
+        line
+        for name in ("minatar", "exploration")
+        for path in (ROOT / "examples" / name).glob("*.patch")
+        for line in path.read_text().splitlines()
+    }
+    diffs = re.findall(
+        r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S
+    )
+    assert len(diffs) == 3
+    for line in "".join(diffs).splitlines():
+        if line and not line.startswith("--- "):
+            assert line in patches, line
