@@ -10,8 +10,8 @@ Espeholt et al. 2018 (arXiv:1802.01561), section 4. Read from top to bottom:
 
 V-trace itself is in `core.algorithm.vtrace`; what is counted and logged of each batch
 is in `core.algorithm.batch_counts`; the sums over several learners are in
-`core.algorithm.learners`. To change the loss, write a `compute_loss`
-of your own in your trainer and give it to `Learner` (README, "Change the algorithm").
+`core.algorithm.learners`. To change the loss, write a `compute_loss` of your own in
+your trainer and give it to `Learner` (README, "Change the algorithm").
 """
 
 import argparse
