@@ -491,12 +491,8 @@ def train(flags: argparse.Namespace) -> Exit:
     keep_freed_memory()
     spaces = read_spaces(flags)  # First: a misspelt --env must create no run.
     with run_folder(flags) as run_dir, StopSignal() as stop:
-        settle_precision(
-            flags,
-            run_dir,
-            spaces.observation,
-            devices=("cuda" if has_gpu(flags) else "cpu", "cpu"),  # To learn, to act.
-        )
+        torso_devices = ("cuda" if has_gpu(flags) else "cpu", "cpu")  # Learn, act.
+        flags = settle_precision(flags, run_dir, spaces.observation, *torso_devices)
         learner = create_learner(flags, spaces)
         outputs = net_outputs(spaces)
         dry_run(learner.net, spaces.observation, spaces.action, outputs)

@@ -521,12 +521,8 @@ def train_with(
     """Train on the servers' environments, in the folder of the run."""
     with run_folder(flags) as run_dir:
         spaces = Spaces(welcome.observation, welcome.action)
-        settle_precision(
-            flags,
-            run_dir,
-            spaces.observation,
-            devices=(flags.learner_device, flags.actor_device),
-        )
+        torso_devices = (flags.learner_device, flags.actor_device)
+        flags = settle_precision(flags, run_dir, spaces.observation, *torso_devices)
         learner = create_learner(flags, spaces)
         dry_run(learner.net, spaces.observation, spaces.action, net_outputs(spaces))
         frames_per_step = welcome.frames_per_step

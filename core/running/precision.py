@@ -25,20 +25,20 @@ def settle_precision(
     flags: argparse.Namespace,
     run_dir: Path,
     observation_space: gym.Space,
-    devices: Sequence[str],
-) -> None:
-    """Replace `--precision auto` by the format that the run computes in, and log it.
+    *devices: str,
+) -> argparse.Namespace:
+    """Return the flags with the format that the run computes in, for `auto`; log it.
 
     A run that goes on keeps the format in its meta.json. A new run takes bfloat16 if
-    that is faster. `flags.precision` is this format from now on, so that meta.json and
-    the checkpoints name it. Of several learners, learner 0 decides.
+    that is faster. meta.json and the checkpoints name the format, not `auto`. Of
+    several learners, learner 0 decides.
 
     Args:
       observation_space: the environment's.
       devices: the torch devices that the torso computes on, to learn and to act.
     """
     if flags.precision != "auto":
-        return
+        return flags
     choice = None
     if ranks.rank() == 0:
         choice = recorded_precision(run_dir)
@@ -48,8 +48,9 @@ def settle_precision(
     if others is not None:
         choice = others.share(choice)
     assert choice is not None
-    flags.precision, reason = choice
-    log.info("--precision auto takes %s: %s", flags.precision, reason)
+    precision, reason = choice
+    log.info("--precision auto takes %s: %s", precision, reason)
+    return argparse.Namespace(**{**vars(flags), "precision": precision})
 
 
 def recorded_precision(run_dir: Path) -> tuple[str, str] | None:
