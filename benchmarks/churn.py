@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs that servers come and go: two runs side by side.
 
-    python -m benchmarks.churn                # ten minutes, and some to start
+    python -m benchmarks.churn --way list     # ten minutes, and some to start
+    python -m benchmarks.churn --way dial_in
     python -m benchmarks.churn --minutes 0.2 --num_servers 8 --replaced 3
 
-Both runs play Catch on --num_servers servers, which they know from a file. In one of
-the runs a tenth of the servers is replaced every minute, one at a time and at random:
-the server ends, another one begins at a new address, and the file changes. Both share
-the machine all the while, so what slows the machine down slows both. Printed for each
-run: its steps per second, its ledger, and its threads and file descriptors at the
-beginning and at the end. With --out a JSON file has the same, and the steps of both
-runs about once a second.
+Both runs play Catch on --num_servers servers. A file has the servers' addresses (--way
+list), or each server dials the learner as a machine of its own (--way dial_in). In one
+of the runs a tenth of the servers is replaced every minute, one at a time and at
+random: the server is killed, and another one begins at a new address. Both share the
+machine all the while, so what slows the machine down slows both. Printed for each run:
+its steps per second, its ledger, and the threads and file descriptors of the learner,
+and of its acceptor, at the beginning and at the end, with the names of threads that
+have become more or fewer. gRPC starts some threads when it needs them: therefore the
+first count comes after each server of both runs has been replaced once. With --out a
+JSON file has the same, and the steps of both runs about once a second.
 """
 
 import argparse
+import asyncio
+import collections
 import contextlib
 import csv
-import dataclasses
 import json
+import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import random
 import re
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,89 +42,102 @@ import psutil
 
 from core import flag_types
 from core.environments.toys import Catch
+from core.remote.acceptor import LEAVE_S
+from core.remote.dialer import Link
 from core.remote.env_server import Server
 from core.running.machine import num_cores
-from core.running.supervise import start_thread
+from core.running.supervise import send_at_parents_end, start_thread
 
 START_S = 120.0  # For all servers to be connected.
-SETTLE_S = 5.0  # For the last replaced servers to be connected.
+# For the last replaced servers to be connected, and the killed ones to be given up.
+SETTLE_S = LEAVE_S + 5.0
 NUM_ENVS = 8  # Of each server.
+KEEPALIVE_S = 10.0  # polybeast's default.
 LEARNER = (
     *("--batch_size", "32", "--unroll_length", "20", "--total_steps", "1000000000"),
     *("--log_interval_s", "1", "--disable_checkpoint", "--xpid", "churn"),
 )
 
 
-@dataclasses.dataclass
-class Size:
-    """What a process holds."""
-
-    threads: int
-    descriptors: int
-
-    @classmethod
-    def of(cls, pid: int) -> "Size":
-        process = psutil.Process(pid)
-        return cls(process.num_threads(), process.num_fds())
+def size_of(pid: int) -> dict[str, Any]:
+    """Return how many descriptors a process has, and how many threads of each name."""
+    process = psutil.Process(pid)
+    names: collections.Counter[str] = collections.Counter()
+    for thread in process.threads():
+        with contextlib.suppress(OSError):  # It has just ended.
+            names[Path(f"/proc/{pid}/task/{thread.id}/comm").read_text().strip()] += 1
+    return {"descriptors": process.num_fds(), "threads": dict(sorted(names.items()))}
 
 
-def serve(commands: multiprocessing.connection.Connection) -> None:
-    """Start and stop servers as told. Body of a process that has several."""
-    servers = {}
-    while True:
-        try:
-            verb, address = commands.recv()
-        except EOFError:
-            break
-        if verb == "start":
-            server = Server(Catch, address, num_envs=NUM_ENVS)
-            server.start()
-            servers[address] = server, start_thread(address, server.run)
-        else:
-            server, thread = servers.pop(address)
-            server.stop()
-            thread.result()
-        commands.send(None)
-    for server, _ in servers.values():
-        server.stop()
+def serve(address: str, learner: str | None, ready: Any) -> None:
+    """Serve until killed. Body of a process that stands for a machine.
+
+    Args:
+      learner: where to dial in; None for a server that waits to be called.
+      ready: to be told that the server listens.
+    """
+    send_at_parents_end(signal.SIGKILL)
+    logging.disable()  # The end of the learner is no news.
+    server = Server(Catch, address, num_envs=NUM_ENVS)
+    server.start()
+    thread = start_thread("server", server.run)
+    ready.send(None)
+    if learner is not None:
+        path = address.removeprefix("unix:")
+        link = Link(learner, [path], secrets.token_hex(16), None, KEEPALIVE_S)
+        asyncio.run(link.stay())
+    thread.result()
 
 
 class Servers:
-    """Servers in a few processes, and the file with their addresses."""
+    """Servers, each in a process, and for --way list the file with their addresses."""
 
-    def __init__(self, folder: Path, num_servers: int, num_processes: int):
+    def __init__(self, folder: Path):
+        self.learner: str | None = None  # To dial in at; None for --way list.
         self._folder = folder
         self.file = folder / "hosts"
-        self._pipes = []
         self._count = 0
-        self._running: list[tuple[str, multiprocessing.connection.Connection]] = []
-        context = multiprocessing.get_context("spawn")
-        for _ in range(num_processes):
-            ours, theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs,), daemon=True).start()
-            theirs.close()
-            self._pipes.append(ours)
-        for i in range(num_servers):
-            self._start(self._pipes[i % num_processes])
+        self._running: list[tuple[str, Any]] = []
+        # The server of the forks has imported all this: to start a server is cheap.
+        self._context = multiprocessing.get_context("forkserver")
+        modules = ["core.environments.toys", "core.remote.dialer"]
+        self._context.set_forkserver_preload([*modules, "core.remote.env_server"])
+
+    def start(self, num_servers: int) -> None:
+        for _ in range(num_servers):
+            self._start()
         self._write()
 
     def replace_one(self, rng: random.Random) -> None:
-        address, pipe = self._running.pop(rng.randrange(len(self._running)))
-        self._tell(pipe, "stop", address)
-        self._start(pipe)
+        """Kill a server at random, and start another one at a new address."""
+        self._replace(rng.randrange(len(self._running)))
+
+    def replace_oldest(self) -> None:
+        self._replace(0)
+
+    def _replace(self, index: int) -> None:
+        _, process = self._running.pop(index)
+        process.kill()
+        process.join()
+        process.close()
+        self._start()
         self._write()
 
-    def _start(self, pipe: multiprocessing.connection.Connection) -> None:
+    def kill(self) -> None:
+        for _, process in self._running:
+            process.kill()
+
+    def _start(self) -> None:
         address = f"unix:{self._folder}/{self._count}"
         self._count += 1
-        self._running.append((address, pipe))
-        self._tell(pipe, "start", address)
-
-    def _tell(
-        self, pipe: multiprocessing.connection.Connection, verb: str, address: str
-    ) -> None:
-        pipe.send((verb, address))
-        pipe.recv()  # It is done.
+        ours, theirs = self._context.Pipe()
+        args = (address, self.learner, theirs)
+        process = self._context.Process(target=serve, args=args, daemon=True)
+        process.start()
+        self._running.append((address, process))
+        theirs.close()
+        with ours:
+            ours.recv()  # It listens.
 
     def _write(self) -> None:
         new = self.file.with_suffix(".new")
@@ -134,26 +154,41 @@ class Run:
         self._folder.mkdir()
         self._csv = self._folder / "churn" / "logs.csv"
         self._num_streams = flags.num_servers
-        self.servers = Servers(self._folder, flags.num_servers, flags.num_processes)
+        self.servers = Servers(self._folder)
         command = [sys.executable, "-m", "polybeast", *LEARNER]
         command += ["--savedir", str(self._folder)]
-        command += ["--server_addresses", f"@{self.servers.file}"]
-        command += ["--max_streams", str(flags.num_servers)]
+        # A server that was killed keeps its place until the learner knows of its end.
+        command += ["--max_streams", str(2 * flags.num_servers)]
+        if flags.way == "list":
+            self.servers.start(flags.num_servers)
+            command += ["--server_addresses", f"@{self.servers.file}"]
+        else:
+            command += ["--listen", "127.0.0.1:0"]
         with open(self._folder / "log", "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         self._first: tuple[float, int] = (0.0, 0)
-        self._before = self._after = Size(0, 0)
+
+    def dial_in(self, num_servers: int) -> None:
+        """Let servers dial the learner."""
+        said = re.compile(r"--learner_address (127.0.0.1:\d+)")
+        self._wait(lambda: said.search(self._log()))
+        match = said.search(self._log())
+        assert match is not None
+        self.servers.learner = match[1]
+        self.servers.start(num_servers)
 
     def wait_connected(self) -> None:
         """Wait until every server has its stream."""
+        self._wait(lambda: self._column("streams") == self._num_streams)
+
+    def _wait(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + START_S
-        while self._column("streams") != self._num_streams:
+        while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{self.name}: {self._log()[-2000:]}")
             time.sleep(0.2)
 
     def begin(self) -> None:
-        self._before = Size.of(self.process.pid)
         self._first = (time.monotonic(), self._column("step"))
 
     def end(self) -> float:
@@ -162,8 +197,7 @@ class Run:
         return (self._column("step") - step) / (time.monotonic() - began)
 
     def stop(self) -> dict[str, Any]:
-        """Stop the learner; return its ledger and its size before and after."""
-        self._after = Size.of(self.process.pid)
+        """Stop the learner; return its ledger."""
         discarded = self._column("steps_discarded")
         self.process.send_signal(signal.SIGTERM)
         status = self.process.wait()
@@ -175,9 +209,15 @@ class Run:
             "status": status,
             "ledger": ledger[-1],
             "steps_discarded": discarded,
-            "before": dataclasses.asdict(self._before),
-            "after": dataclasses.asdict(self._after),
         }
+
+    def sizes(self) -> dict[str, dict[str, Any]]:
+        """Return the size of the learner, and of its acceptor if it has one."""
+        sizes = {"learner": size_of(self.process.pid)}
+        for child in psutil.Process(self.process.pid).children():
+            if "core.remote.acceptor" in child.cmdline():
+                sizes["acceptor"] = size_of(child.pid)
+        return sizes
 
     def curve(self) -> list[tuple[float, int]]:
         """Return the time and the step of each row of the log since `begin`."""
@@ -186,6 +226,7 @@ class Run:
         return [row for row in rows if row[1] >= self._first[1]]
 
     def kill(self) -> None:
+        self.servers.kill()
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -201,17 +242,34 @@ class Run:
         return int(rows[-1]) if rows else 0
 
 
-def measure(
+def start_runs(
     flags: argparse.Namespace, root: Path, stack: contextlib.ExitStack
-) -> dict[str, Any]:
-    """Do both runs side by side; print the result and return it."""
-    rng = random.Random(flags.seed)
+) -> list[Run]:
+    """Start both runs; replace each server once, so that threads are counted late."""
     runs = []
     for name in ("undisturbed", "disturbed"):
         runs.append(Run(name, flags, root))
         stack.callback(runs[-1].kill)
     for run in runs:
+        if flags.way == "dial_in":
+            run.dial_in(flags.num_servers)
         run.wait_connected()
+    for _ in range(flags.num_servers):
+        for run in runs:
+            run.servers.replace_oldest()
+    time.sleep(SETTLE_S)
+    for run in runs:
+        run.wait_connected()
+    return runs
+
+
+def measure(
+    flags: argparse.Namespace, root: Path, stack: contextlib.ExitStack
+) -> dict[str, Any]:
+    """Do both runs side by side; print the result and return it."""
+    rng = random.Random(flags.seed)
+    runs = start_runs(flags, root, stack)
+    before = [run.sizes() for run in runs]
     for run in runs:
         run.begin()
     began = time.monotonic()
@@ -226,16 +284,34 @@ def measure(
     speeds = [run.end() for run in runs]
     time.sleep(SETTLE_S)
     runs[1].wait_connected()
+    after = [run.sizes() for run in runs]
     result: dict[str, Any] = {"replaced": num_replaced, "runs": []}
-    for run, speed in zip(runs, speeds, strict=True):
-        end = run.stop() | {"steps_per_s": speed}
-        print("; ".join(f"{name} {value}" for name, value in end.items()), flush=True)
+    for i, run in enumerate(runs):
+        end = run.stop() | {"steps_per_s": speeds[i]}
+        print("; ".join(f"{name} {value}" for name, value in end.items()))
+        for program in before[i]:
+            print(f"  {program}: {compare(before[i][program], after[i][program])}")
+        end |= {"before": before[i], "after": after[i]}
         result["runs"].append(end | {"time_s_and_step": run.curve()})
     print(
-        f"{num_replaced} of {flags.num_servers} servers replaced in {flags.minutes:g} "
-        f"minutes; disturbed / undisturbed: {speeds[1] / speeds[0]:.1%}"
+        f"--way {flags.way}: {num_replaced} of {flags.num_servers} servers replaced in "
+        f"{flags.minutes:g} minutes; disturbed / undisturbed: "
+        f"{speeds[1] / speeds[0]:.1%}",
+        flush=True,
     )
     return result
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Describe two sizes, with the names of the threads that have become more."""
+    more = collections.Counter(after["threads"])
+    more.subtract(before["threads"])
+    changed = [f"{number:+} {name}" for name, number in more.items() if number]
+    return (
+        f"descriptors {before['descriptors']} -> {after['descriptors']}, threads "
+        f"{sum(before['threads'].values())} -> {sum(after['threads'].values())}"
+        + (f" ({', '.join(changed)})" if changed else "")
+    )
 
 
 def main() -> int:
@@ -247,7 +323,10 @@ def main() -> int:
     count = flag_types.int_at_least(1)
     parser.add_argument("--num_servers", type=count, default=64, help="of each run")
     parser.add_argument(
-        "--num_processes", type=count, default=4, help="that have a run's servers"
+        "--way",
+        choices=("list", "dial_in"),
+        default="list",
+        help="how the learner finds its servers: by a file, or they dial in",
     )
     parser.add_argument(
         "--replaced",
