@@ -97,6 +97,8 @@ class Learners:
         self._stop_by = math.inf  # When to stop without an agreement; monotonic.
         self._asked_at = self._said_at = 0.0
         self._store = store
+        # Else learner 0 keeps the store.
+        self._has_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._limit_s = limit_s
         self._last_report = 0.0
         host = socket.gethostname()
@@ -289,6 +291,8 @@ class Learners:
                 end = self._end_of(int(rank))
                 assert end is not None, rank
                 raise end
+        if self._store is None and not self._has_torchrun and not self.is_over:
+            raise LearnerLost(f"learner 0 of {self.size} has ended")
         return now > self._stop_by
 
     # ---------------------------------------------------------------------- failures
@@ -365,8 +369,10 @@ class Learners:
         if not self.is_over:  # Other learners may wait for an update of this one.
             self._tell("ended", str(self.rank))
             dist.destroy_process_group()
-        if status in (Exit.DONE, Exit.STOPPED):
-            deadline = time.monotonic() + LAST_SAVE_S
+        is_early = status not in (Exit.DONE, Exit.STOPPED)
+        # Without torchrun learner 0 keeps the store: the others must read it first.
+        if not is_early or self.rank == 0:
+            deadline = time.monotonic() + (END_S if is_early else LAST_SAVE_S)
             others = [r for r in range(self.size) if r != self.rank]
             while time.monotonic() < deadline:
                 if all(self._end_of(r) for r in others) or self._store is None:

@@ -198,6 +198,19 @@ def test_a_learner_that_is_killed_is_named(together, envs_of, victim):
         assert f"learner {victim} of 3 (process " in error and ") was killed" in error
 
 
+def wait_for_data(flags, rank, size, folder):
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_until(lambda: learners.current().check_stop(False))
+    return Exit.DONE
+
+
+def test_a_learner_without_data_notices_the_end_of_learner_0(together):
+    """Without torchrun: learner 0 keeps the store, which is gone with it."""
+    errors = together(wait_for_data, environments(2))
+    assert errors == {1: "LearnerLost: learner 0 of 2 has ended"}
+
+
 def hang(flags, rank, size, folder):
     victim = int(os.environ["VICTIM"])
     if rank == victim:

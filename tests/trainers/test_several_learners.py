@@ -4,10 +4,13 @@
 import os
 import signal
 
+import pytest
 import torch
 
+from core.environments.toys import Catch
+from core.remote.env_server import Server
 from core.running import checkpoint
-from tests.conftest import wait_until
+from tests.conftest import DEADLINE_S, wait_until
 from tests.trainers.several import start_learners
 from tests.trainers.test_training import log_rows
 
@@ -41,20 +44,26 @@ def test_two_serial_learners_are_bitwise_the_same_from_run_to_run(start, tmp_pat
     assert first.state["flags"]["batch_size"] == 4
 
 
-def test_a_signal_to_one_learner_stops_all_and_one_learner_goes_on(start, tmp_path):
-    flags = [*FLAGS, *MONOBEAST, "--total_steps", 10**7]
-    programs = start_learners(start, *flags)
+def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_path):
     csv = tmp_path / "runs" / "x" / "logs.csv"
-    wait_until(lambda: csv.exists() and csv.read_text().count("\n") > 3)
-    os.kill(programs[1].pid, signal.SIGTERM)
-    assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
-    found = newest(tmp_path)
-    assert len(list((tmp_path / "runs" / "x" / "checkpoints").glob("step-*"))) == 1
-    assert "Stopped by another learner" in programs[0].text()
-    # The last row has all learners' games; none was lost or counted twice.
-    games = found.state["learner"]["episodes"]["games"]
-    assert int(log_rows(csv.parent)[-1]["games"]) == games
-    assert found.step / 9 - 4 <= games <= found.step / 9  # Of 4 environments.
+
+    def num_rows():
+        return csv.read_text().count("\n") if csv.exists() else 0
+
+    for victim in (1, 0):
+        programs = start_learners(start, *FLAGS, *MONOBEAST, "--total_steps", 10**7)
+        before = num_rows()
+        wait_until(lambda: num_rows() > before + 3)  # noqa: B023
+        os.kill(programs[victim].pid, signal.SIGTERM)
+        assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
+        assert (victim == 1) == ("Stopped by another learner" in programs[0].text())
+        found = newest(tmp_path)
+        # The last row has all learners' games; none was lost or counted twice.
+        games = found.state["learner"]["episodes"]["games"]
+        assert int(log_rows(csv.parent)[-1]["games"]) == games
+    assert len(list((tmp_path / "runs" / "x" / "checkpoints").glob("step-*"))) == 2
+    # Of 4 environments in each of two starts.
+    assert found.step / 9 - 2 * 4 <= games <= found.step / 9
 
     alone = start(*FLAGS, *MONOBEAST, "--total_steps", found.step + STEPS)
     assert alone.wait() == 0, alone.text()
@@ -73,3 +82,30 @@ def test_a_killed_learner_ends_the_other_with_a_checkpoint(start, tmp_path):
         f"learner 0: LearnerLost: learner 1 of 2 (process {programs[1].pid}) was killed"
     )
     assert newest(tmp_path).step >= int(log_rows(csv.parent)[-1]["step"])
+
+
+def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, background):
+    pytest.importorskip("polybeast", reason="needs the extension")
+    servers = [Server(Catch, f"unix:{tmp_path}/{i}", num_envs=2) for i in range(2)]
+    for server in servers:
+        server.start()
+    running = [background(server.run) for server in servers]
+    flags = [*FLAGS, "--total_steps", 10**7, "--stall_timeout_s", 3]
+    flags += ["--server_addresses", ",".join(server.address for server in servers)]
+    programs = start_learners(start, *flags, module="polybeast")
+    csv = tmp_path / "runs" / "x" / "logs.csv"
+    wait_until(lambda: csv.exists() and csv.read_text().count("\n") > 3)
+    servers[1].stop()
+    running[1].result(DEADLINE_S)
+    assert [p.wait() for p in programs] == [70, 70], [p.text() for p in programs]
+    reason = (
+        "LearnerLost: learner 1 of 2 did not answer within 3 s (--stall_timeout_s): "
+        "its environments or servers are away, or its process is stopped"
+    )
+    ends = [program.text().splitlines()[-1] for program in programs]
+    assert ends == [
+        f"learner 0: {reason}",
+        f"learner 1: LearnerLost: learner 0 of 2 has ended: {reason}",
+    ]
+    assert newest(tmp_path).step >= int(log_rows(csv.parent)[-1]["step"])
+    servers[0].stop()
