@@ -6,6 +6,7 @@
 Takes torchrun's flags. torchrun itself ends with 1 and a traceback, however its
 learners have ended. This ends with 75 after a signal to stop: the same command goes on
 from the checkpoint. Otherwise it ends with the status of the first learner that ended.
+If learner 0's host does not resolve, it says so in one line and ends with 78.
 """
 
 import sys
@@ -13,13 +14,24 @@ import sys
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from core.errors import Exit
+from core.algorithm.learners import check_host
+from core.errors import ConfigError, Exit
 
 
 def main() -> int:
+    args = run.parse_args(sys.argv[1:])
     try:
+        if args.rdzv_endpoint and not args.standalone:
+            host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
+            check_host("--rdzv_endpoint", host)
+        elif not args.standalone:
+            check_host("--master_addr", args.master_addr)
         run.main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return Exit.CONFIG
     except SignalException:  # torchrun has handed it on, and waited for the learners.
         return Exit.STOPPED
     except ChildFailedError as error:

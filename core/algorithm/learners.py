@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # The learners of a run may be started one after another, on several machines.
 START_S = 300.0
+# The name of a machine that has just started may be known to name servers this late.
+NAME_S = 10.0
 # A learner whose connections have closed has this time to say how it ended.
 END_S = 3.0
 # Learner 0 may need this long for its last checkpoint while the others wait.
@@ -428,7 +430,34 @@ def train_together(
         _current = None
 
 
+def check_host(flag: str, host: str) -> None:
+    """Wait until the name of learner 0's host resolves, for up to NAME_S.
+
+    torch would repeat warnings for minutes, with a stack in each.
+
+    Args:
+      flag: what names the host, for the message.
+
+    Raises:
+      ConfigError: it does not resolve.
+    """
+    deadline = time.monotonic() + NAME_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                why = getattr(error, "strerror", None) or error
+                raise ConfigError(
+                    f"{flag} is {host}, which {socket.gethostname()} cannot resolve: "
+                    f"{why}. Give the name or IP address of learner 0's machine."
+                ) from error
+        time.sleep(0.5)
+
+
 def _connect(flags: argparse.Namespace) -> Learners:
+    check_host("--master_addr (MASTER_ADDR)", os.environ.get("MASTER_ADDR", ""))
     limit_s = flags.stall_timeout_s if flags.on_stall == "stop" else None
     timeout = datetime.timedelta(seconds=START_S)
     try:

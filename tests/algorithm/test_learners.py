@@ -3,6 +3,7 @@
 
 import os
 import signal
+import socket
 
 import pytest
 import torch
@@ -294,3 +295,28 @@ def test_a_port_in_use_is_one_clear_line(together):
     )
     assert "another --master_port" in errors[0]
     assert "\n" not in errors[0]
+
+
+def test_a_host_that_does_not_resolve_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(learners, "NAME_S", 0.0)
+    (_, env) = environments(2, port=1)
+    for name, value in (env | {"MASTER_ADDR": "nowhere.invalid"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as error:
+        learners.train_together(lambda flags: Exit.DONE, parse())
+    assert str(error.value).startswith(
+        "--master_addr (MASTER_ADDR) is nowhere.invalid, which "
+    )
+    assert "\n" not in str(error.value)
+
+
+def test_a_host_may_become_known_late(monkeypatch):
+    answers = [socket.gaierror(socket.EAI_NONAME, "not known"), []]
+
+    def getaddrinfo(*args):
+        if isinstance(answer := answers.pop(0), OSError):
+            raise answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    learners.check_host("--master_addr", "late")
+    assert answers == []

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/learners.py: torchrun's exceptions become the exit status of the learners.
 
-Seen red: with torchrun's own status, 1, for every failure.
+Seen red: with torchrun's own status, 1, for every failure; with torchrun's own minutes
+of warnings about a host.
 """
 
 import signal
@@ -14,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
+import core.algorithm.learners
 from tools import learners
 
 
@@ -23,6 +25,22 @@ def failed(*statuses: int) -> ChildFailedError:
         failures[rank] = ProcessFailure(rank, 100 + rank, status, "")
         failures[rank].timestamp = 1000 + rank
     return ChildFailedError("polybeast", failures)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--master_addr nowhere.invalid", "--master_addr is nowhere.invalid, which "),
+        ("--rdzv_endpoint nowhere.invalid:1", "--rdzv_endpoint is nowhere.invalid, "),
+    ],
+)
+def test_a_host_that_does_not_resolve_is_named(monkeypatch, capsys, flags, said):
+    monkeypatch.setattr(core.algorithm.learners, "NAME_S", 0.0)
+    argv = ["learners", "--nnodes", "2", "--node_rank", "1", *flags.split()]
+    monkeypatch.setattr("sys.argv", [*argv, "-m", "polybeast"])
+    assert learners.main() == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ConfigError: {said}")
 
 
 @pytest.mark.parametrize(
