@@ -30,7 +30,7 @@ from core.running.machine import num_cores
 
 LIMIT_S = 120.0  # For anything awaited.
 POLL_S = 0.02
-NUM_UPDATES = 20  # Of a start, before the next kill.
+NUM_ROWS = 5  # Of the log, from each start, before the next kill.
 LEARNER = (
     *("-m", "polybeast", "--xpid", "recovery", "--total_steps", "1000000000"),
     *("--unroll_length", "20", "--log_interval_s", "0"),
@@ -93,6 +93,11 @@ class Run:
                 raise RuntimeError(f"waited for {what}: {tail}")
             time.sleep(POLL_S)
 
+    def saved(self) -> int:
+        """Return the step of the newest checkpoint, 0 if there is none."""
+        folder = self._csv.parent / "checkpoints"
+        return max((int(p.stem[5:]) for p in folder.glob("step-*")), default=0)
+
     def starts(self) -> list[int]:
         """Return the step that each start but the first went on from."""
         lines = self._log.read_text(errors="replace").splitlines()
@@ -103,10 +108,13 @@ class Run:
 def measure(run: Run, flags: argparse.Namespace) -> list[dict[str, float]]:
     """Kill learners; return for each kill who it was and how long it took."""
     kills = []
-    run.wait("the first updates", lambda: len(run.steps()) > NUM_UPDATES)
+    run.wait("the first updates", lambda: len(run.steps()) > NUM_ROWS)
     for i in range(flags.kills):
         rank = i % flags.num_learners
-        time.sleep(3.0)  # So that there is a checkpoint of this start.
+        steps = [0, *run.starts()]
+        run.wait("a checkpoint of this start", lambda: run.saved() > steps[-1])  # noqa: B023
+        # And rows after it, which the restarted run must drop.
+        run.wait("rows", lambda: run.steps()[-2] > run.saved())
         last = run.steps()[-1]
         run.learners()[rank].kill()
         began = time.monotonic()
@@ -124,7 +132,7 @@ def measure(run: Run, flags: argparse.Namespace) -> list[dict[str, float]]:
             }
         )
         count = len(run.steps())
-        run.wait("updates", lambda: len(run.steps()) > count + NUM_UPDATES)  # noqa: B023
+        run.wait("updates", lambda: len(run.steps()) > count + NUM_ROWS)  # noqa: B023
         print(
             f"learner {rank} of {flags.num_learners} killed: the first update after "
             f"{kills[-1]['first_update_s']:.1f} s",
