@@ -358,16 +358,19 @@ class Run:
         if "log" in self._jobs:
             self._jobs.pop("log").result()
         with self.learner.between_updates(LOCK_S):
-            self._write_row(stats)
+            self._write_row(stats, is_last=True)
 
-    def _write_row(self, stats: dict[str, Any]) -> None:
+    def _write_row(self, stats: dict[str, Any], *, is_last: bool = False) -> None:
         """Write one row of logs.csv and show it; nothing if no step was made.
 
         Does not take the lock, which an update may hold for seconds. So if an update
         ends at this moment, some columns include it and the others do in the next row.
+        After the last update there is no next row: only `log` writes the last one.
         """
         learner, now = self.learner, time.monotonic()
         step, episodes = learner.step, learner.counts.episodes
+        if not is_last and (learner.stopped or learner.finished()):
+            return
         steps = step - self._last_step
         row: dict[str, Any] = {
             "step": step,
