@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs that servers come and go: two runs side by side.
 
-    python -m benchmarks.churn --way list     # ten minutes, and some to start
+    python -m benchmarks.churn --way list     # 20 minutes, and some to start
     python -m benchmarks.churn --way dial_in
     python -m benchmarks.churn --minutes 0.2 --num_servers 8 --replaced 3
 
 Both runs play Catch on --num_servers servers. A file has the servers' addresses (--way
 list), or each server dials the learner as a machine of its own (--way dial_in). In one
 of the runs a tenth of the servers is replaced every minute, one at a time and at
-random: the server is killed, and another one begins at a new address. Both share the
-machine all the while, so what slows the machine down slows both. Printed for each run:
-its steps per second, its ledger, and the threads and file descriptors of the learner,
+random: the server is killed, and another one begins at a new address. After --minutes
+the runs change roles for as long: two runs of the same kind differ by themselves. Both
+share the machine all the while, so what slows the machine down slows both.
+
+Printed for each run: its ledger, and the threads and file descriptors of the learner,
 and of its acceptor, at the beginning and at the end, with the names of threads that
-have become more or fewer. gRPC starts some threads when it needs them: therefore the
-first count comes after each server of both runs has been replaced once. With --out a
-JSON file has the same, and the steps of both runs about once a second.
+have become more or fewer. gRPC starts some threads when it needs them, and ends them
+(default-executor: at most two per core). Therefore the first count comes after each
+server of both runs has been replaced once. With --out a JSON file has the same, and the
+steps of both runs about once a second.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import contextlib
 import csv
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -220,10 +224,9 @@ class Run:
         return sizes
 
     def curve(self) -> list[tuple[float, int]]:
-        """Return the time and the step of each row of the log since `begin`."""
+        """Return the time and the step of each row of the log."""
         with self._csv.open() as file:
-            rows = [(float(r["time_s"]), int(r["step"])) for r in csv.DictReader(file)]
-        return [row for row in rows if row[1] >= self._first[1]]
+            return [(float(r["time_s"]), int(r["step"])) for r in csv.DictReader(file)]
 
     def kill(self) -> None:
         self.servers.kill()
@@ -247,7 +250,7 @@ def start_runs(
 ) -> list[Run]:
     """Start both runs; replace each server once, so that threads are counted late."""
     runs = []
-    for name in ("undisturbed", "disturbed"):
+    for name in ("run 1", "run 2"):
         runs.append(Run(name, flags, root))
         stack.callback(runs[-1].kill)
     for run in runs:
@@ -266,10 +269,38 @@ def start_runs(
 def measure(
     flags: argparse.Namespace, root: Path, stack: contextlib.ExitStack
 ) -> dict[str, Any]:
-    """Do both runs side by side; print the result and return it."""
+    """Do both runs side by side, in both roles; print the result and return it."""
     rng = random.Random(flags.seed)
     runs = start_runs(flags, root, stack)
     before = [run.sizes() for run in runs]
+    result: dict[str, Any] = {"halves": [], "runs": []}
+    ratios = []
+    for disturbed in (1, 0):
+        half = disturb(runs, disturbed, rng, flags)
+        result["halves"].append(half)
+        speeds = half["steps_per_s"]
+        ratios.append(speeds[disturbed] / speeds[1 - disturbed])
+        print("; ".join(f"{name} {value}" for name, value in half.items()), flush=True)
+    after = [run.sizes() for run in runs]
+    for i, run in enumerate(runs):
+        end = run.stop()
+        print("; ".join(f"{name} {value}" for name, value in end.items()))
+        for program in before[i]:
+            print(f"  {program}: {compare(before[i][program], after[i][program])}")
+        end |= {"before": before[i], "after": after[i]}
+        result["runs"].append(end | {"time_s_and_step": run.curve()})
+    print(
+        f"--way {flags.way}: disturbed / undisturbed: {ratios[0]:.1%} and "
+        f"{ratios[1]:.1%}, mean {math.sqrt(ratios[0] * ratios[1]):.1%}",
+        flush=True,
+    )
+    return result
+
+
+def disturb(
+    runs: list[Run], disturbed: int, rng: random.Random, flags: argparse.Namespace
+) -> dict[str, Any]:
+    """Replace servers of one run; return how many, and the speed of each run."""
     for run in runs:
         run.begin()
     began = time.monotonic()
@@ -279,27 +310,13 @@ def measure(
         if now < (num_replaced + 0.5) * period_s:
             time.sleep(0.05)
             continue
-        runs[1].servers.replace_one(rng)
+        runs[disturbed].servers.replace_one(rng)
         num_replaced += 1
     speeds = [run.end() for run in runs]
     time.sleep(SETTLE_S)
-    runs[1].wait_connected()
-    after = [run.sizes() for run in runs]
-    result: dict[str, Any] = {"replaced": num_replaced, "runs": []}
-    for i, run in enumerate(runs):
-        end = run.stop() | {"steps_per_s": speeds[i]}
-        print("; ".join(f"{name} {value}" for name, value in end.items()))
-        for program in before[i]:
-            print(f"  {program}: {compare(before[i][program], after[i][program])}")
-        end |= {"before": before[i], "after": after[i]}
-        result["runs"].append(end | {"time_s_and_step": run.curve()})
-    print(
-        f"--way {flags.way}: {num_replaced} of {flags.num_servers} servers replaced in "
-        f"{flags.minutes:g} minutes; disturbed / undisturbed: "
-        f"{speeds[1] / speeds[0]:.1%}",
-        flush=True,
-    )
-    return result
+    runs[disturbed].wait_connected()
+    name = runs[disturbed].name
+    return {"disturbed": name, "replaced": num_replaced, "steps_per_s": speeds}
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -333,7 +350,9 @@ def main() -> int:
         type=flag_types.number(0.1),
         help="servers replaced per minute. Default: a tenth of them",
     )
-    parser.add_argument("--minutes", type=flag_types.number(0.01), default=10.0)
+    parser.add_argument(
+        "--minutes", type=flag_types.number(0.01), default=10.0, help="in each role"
+    )
     parser.add_argument("--seed", type=flag_types.int_at_least(0), default=1)
     parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     flags = parser.parse_args()
