@@ -250,7 +250,7 @@ def start_runs(
 ) -> list[Run]:
     """Start both runs; replace each server once, so that threads are counted late."""
     runs = []
-    for name in ("run 1", "run 2"):
+    for name in ("run_1", "run_2"):
         runs.append(Run(name, flags, root))
         stack.callback(runs[-1].kill)
     for run in runs:
