@@ -93,6 +93,7 @@ def test_an_actor_ends_with_all_that_its_environments_started():
         actor.kill()
         wait_until(lambda: pool.actors.poll(0.01) or pool.actors.restarts)
         assert ended(family)
+        wait_until(lambda: pool.next_rollout() and slot.budget._has_delivered)
         family = [psutil.Process(pid) for pid in pool.actors.pids()]
         family += [child for actor in family for child in actor.children()]
         assert len(family) > 1

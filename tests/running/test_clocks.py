@@ -16,6 +16,8 @@ FOR_PEOPLE = {
     ("core/remote/places.py", "strftime"),  # Since when a stream has its place.
     ("core/running/evaluation.py", "strftime"),  # The name of a table of results.
     ("core/running/common_flags.py", "strftime"),  # The default name of a run.
+    ("core/running/dashboard.py", "time"),  # What TensorBoard calls wall time.
+    ("core/running/dashboard.py", "time_ns"),  # The name of a file with a video.
     ("core/running/folder.py", "now"),  # When a run was started, in meta.json.
     ("core/running/logs.py", "time"),  # What TensorBoard calls wall time.
 }
