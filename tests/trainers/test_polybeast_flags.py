@@ -12,13 +12,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+import atari_wrappers
 import monobeast
 import polybeast
 import polybeast_env
 from core import flag_types
+from core.environments.toys import Catch
 from core.errors import Exit
 from core.remote import server_flags
-from core.running import common_flags, folder
+from core.running import common_flags, evaluation, folder
 from core.running.machine import num_cores
 
 
@@ -587,12 +589,14 @@ def test_an_environment_that_is_not_installed_is_left_to_its_server():
 def trained(tmp_path):
     """Return a function that trains, as far as the flags are concerned."""
 
-    def train(argv, env=None):
+    def train(argv, env=None, **env_options):
         flags = polybeast.parse_flags([*argv.split(), "--savedir", str(tmp_path)])
         if env is not None:  # The servers have said so.
             flags.env = env
         run_dir = folder.prepare_run_dir(tmp_path, flags.xpid)
-        folder.write_meta(run_dir, flags=vars(flags), extra={})
+        folder.write_meta(
+            run_dir, flags=vars(flags), extra={"env_options": env_options}
+        )
 
     return train
 
@@ -617,6 +621,33 @@ def test_testing_takes_over_what_the_network_and_environment_depend_on(
     assert (flags.sticky_actions, flags.noop_max) == (0.25, 3)
     assert flags.episodic_life is False
     assert flags.frame_skip is None
+
+
+def test_testing_plays_by_the_protocol_that_the_servers_told(
+    trained, tmp_path, monkeypatch
+):
+    served = polybeast_env.parse_flags(
+        "--env PongNoFrameskip-v4 --atari_protocol machado --frame_skip 5".split()
+    )
+    trained(
+        "--xpid a --server_addresses localhost:1",
+        served.env,
+        **polybeast_env.env_options(served),
+    )
+    made = []
+
+    def make_atari(env_id, **options):
+        made.append((env_id, options))
+        return Catch()
+
+    def test_run(flags, create_envs, **_):
+        create_envs(seed=1).close()
+
+    monkeypatch.setattr(atari_wrappers, "make_atari", make_atari)
+    monkeypatch.setattr(evaluation, "test_run", test_run)
+    assert polybeast.main(["--mode", "test", "--savedir", str(tmp_path)]) == Exit.DONE
+    protocol = atari_wrappers.protocol("machado", frame_skip=5)
+    assert made == [("PongNoFrameskip-v4", {**protocol, "render_mode": None})]
 
 
 @pytest.mark.parametrize(
