@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reliability.md names tests that exist for every fault, and every status."""
+"""docs/reliability.md names tests that exist for every fault, and every status.
 
+It also names every figure, and so does results/reliability/README.md.
+"""
+
+import json
 import re
 from pathlib import Path
 
 from core.errors import Exit
+from tools.nemesis.__main__ import FIGURES
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docs" / "reliability.md").read_text()
+RESULTS = REPOSITORY / "results" / "reliability"
 NAMED = re.compile(r"`([\w/]+\.(?:py|cc))::(\w+)`")
 
 
@@ -36,3 +42,17 @@ def test_every_fault_has_a_row_with_a_test():
 def test_every_exit_status_is_explained():
     for status in Exit:
         assert re.search(rf"^\| {int(status)} \| \w", TEXT, re.MULTILINE), status
+
+
+def test_every_figure_is_explained_and_kept():
+    kept = (RESULTS / "README.md").read_text()
+    for name in FIGURES:
+        assert f"\n| `{name}` | " in TEXT, name
+        assert f"\n| [{name}]({name}.json) | " in kept, name
+
+
+def test_the_fuzzed_inputs_are_as_many_as_were_counted():
+    kept = json.loads((RESULTS / "hostile.json").read_text())
+    count = f"{kept['injected']['executions']:,}"
+    assert f" ({count} in " in TEXT
+    assert f" {count} fuzz executions" in (RESULTS / "README.md").read_text()
