@@ -294,12 +294,16 @@ def test_the_clock_is_set_anew_for_each_call_into_an_environment():
             self.note("step")
             return (*super().step(action)[:2], True, False, {})
 
+        def render(self):
+            self.note("render")
+
         def close(self):
             self.note("close")
 
     envs = Environments(Env, 3, seed=SEED, clock=clock, recycle_games=2)
     rows = empty_rows(envs, 3)
     envs.reset(rows)
+    envs.render()
     for _ in range(2):
         envs.step(np.zeros(3, np.int64), rows)
     envs.close()
@@ -307,6 +311,7 @@ def test_the_clock_is_set_anew_for_each_call_into_an_environment():
     assert calls == (
         *("make",) * 3,
         *("reset",) * 3,
+        "render",
         *("step", "reset") * 3,
         *("step", "close", "make", "reset") * 3,
         *("close",) * 3,
