@@ -3,9 +3,11 @@
 
 from types import SimpleNamespace
 
+import gymnasium as gym
 import pytest
 
 import libtorchbeast
+import polybeast
 from core.algorithm.counters import BusyTime
 from core.errors import StallError
 from core.remote import pool
@@ -23,6 +25,21 @@ def stats(**changes):
         "addresses": {"a": {"steps": 0, "env_s": 0.0}},
         **changes,
     }
+
+
+def test_the_values_that_rows_may_have_are_those_of_the_servers_spaces():
+    flags = polybeast.parse_flags(["--env_step_timeout_s", "7"])
+    welcome = SimpleNamespace(
+        observation=gym.spaces.MultiDiscrete([5, 7]),
+        action=gym.spaces.Discrete(3, start=2),
+        num_envs=11,
+    )
+    options = pool.stream_options(flags, welcome)
+    assert options["value_ranges"] == [
+        (("observation",), [0, 0], [4, 6]),
+        (("last_action",), [2], [4]),
+    ]
+    assert options["step_timeout_s"] == 11 * 7 + pool.SUPERVISOR_S
 
 
 def test_lost_contact_is_said_again_and_again_until_there_is_one(monkeypatch, caplog):
