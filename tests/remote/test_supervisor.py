@@ -7,13 +7,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import polybeast
 import polybeast_env
-from core.remote import supervisor
+from core.remote import local_servers, supervisor
 from core.running.signals import StopSignal
-from tests.conftest import DEADLINE_S
+from tests.conftest import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,3 +93,16 @@ def test_servers_that_have_just_started_need_not_be_killed(folder):
     )
     statuses = set(map(int, done.stdout.split()))
     assert statuses and statuses <= {0, -signal.SIGTERM}, done.stdout + done.stderr
+
+
+def test_a_supervisor_that_is_always_killed_ends_the_run(folder, monkeypatch):
+    killed = Path(folder, "killed")
+    killed.write_text("#!/bin/sh\necho last words\nkill -KILL $$\n")
+    killed.chmod(0o700)
+    monkeypatch.setattr(local_servers, "sys", SimpleNamespace(executable=str(killed)))
+    flags = polybeast.parse_flags(["--env", "Catch", "--num_servers", "3"])
+    with local_servers.LocalServers(flags) as servers:
+        said = r"ended \(killed by SIGKILL\); their last words: last words"
+        with pytest.raises(RuntimeError, match=said):
+            wait_until(lambda: servers.check())
+    assert servers.restarts == 4 * 3  # The budget is that of a server.
