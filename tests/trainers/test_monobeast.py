@@ -100,8 +100,12 @@ def test_rollouts_beyond_the_maximal_lag_are_left_out_and_counted(module):
     flags.batch_size = 2 * E
     flags.learner_device = "cpu"
     with Pool(flags) as pool:
-        rollout, state = pool.next_rollout(), pool.buffers.agent_state
-        state = tuple(np.concatenate([s[0], s[0] + 1], axis=1) for s in state)
+        rollout = pool.next_rollout()
+    # A fork's two networks may have states of different sizes.
+    net = module.create_learner(flags, monobeast.read_spaces(flags)).net
+    state = tuple(s.numpy() for s in net.initial_state(2 * E))
+    for s in state:
+        s[:, E:] = 1.0
     both = map_nest(lambda x: np.concatenate([x, x], axis=1), rollout)
     both["policy_version"][1:, :E] = 3
     both["policy_version"][1:, E:] = 7
