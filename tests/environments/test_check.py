@@ -170,6 +170,25 @@ def test_what_cannot_be_learned_is_no_violation_and_says_how_to_leave_it_out(
     spec_of(env.observation_space)  # Without it, it can be learned.
 
 
+def test_minigrid_is_learned_as_the_page_on_environments_says(monkeypatch):
+    picture = gym.spaces.Box(0, 255, (7, 7, 3), np.uint8)
+
+    class MiniGrid(gym.Env):
+        observation_space = gym.spaces.Dict(
+            image=picture, direction=gym.spaces.Discrete(4), mission=gym.spaces.Text(9)
+        )
+
+    page = (REPOSITORY / "docs" / "environments.md").read_text()
+    (code,) = re.findall(r"```python\n(def make_env\(.*?)```", page, re.DOTALL)
+    monkeypatch.setattr(gym, "make", lambda env_id: MiniGrid())
+    names = {"gymnasium": gym}
+    exec(code, names)
+    space = names["make_env"]().observation_space
+    spec_of(space)  # It can be learned.
+    assert set(space) == {"image", "direction"}
+    assert space["image"] == gym.spaces.Box(0, 10, picture.shape, picture.dtype)
+
+
 def nan_bound():
     space = gym.spaces.Box(0, 1, (4, 5))
     space.low[1, 2] = np.nan
