@@ -275,6 +275,18 @@ def test_the_ledger_tells_what_became_of_every_row(savedir, caplog):
         run.check_ledger(learner, 191, others)
 
 
+def test_the_end_of_a_run_sums_up_the_updates_that_were_skipped(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for spoiled, said in ("policy", ["1 updates skipped"]), (None, []):
+        a_run = make_run(tmp_path)
+        a_run.resume()  # The second start does not count those of the first.
+        caplog.clear()
+        with a_run.open():
+            learn(a_run, spoil=spoiled)
+        sums = [m for m in caplog.messages if m.startswith("Not normal")]
+        assert sums == [f"Not normal since the start: {text}" for text in said]
+
+
 def rates(a_run: run.Run) -> list[float]:
     return [
         group["lr"]
