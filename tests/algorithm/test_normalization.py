@@ -81,7 +81,12 @@ def make_flags(*argv):
 def make_learner(*argv, module=monobeast):
     torch.manual_seed(0)
     flags = make_flags("--reward_clipping", "none", *argv)
-    return module.create_learner(flags, Spaces(VECTOR, ACTIONS))
+    learner = module.create_learner(flags, Spaces(VECTOR, ACTIONS))
+    if flags.normalize_returns and not isinstance(
+        getattr(learner.net, "baseline", None), PopArt
+    ):
+        pytest.skip(f"a fork's: the baseline of {module.__name__}.Net has no scale")
+    return learner
 
 
 def on_policy(net, batch):
@@ -426,12 +431,16 @@ def test_an_update_learns_the_targets_of_its_transitions(
 def test_the_first_batch_is_for_the_statistics_alone():
     learner = make_learner(RETURNS, "--entropy_cost", "0")
     batches = [on_policy(learner.net, random_batch(seed=seed)) for seed in range(2)]
-    before = [p.clone() for p in learner.net.policy.parameters()]
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return learner.net(batches[0])[0]["policy_logits"]
+
+    before = logits()
     learner.update(batches[0], ())
-    for old, new in zip(before, learner.net.policy.parameters()):
-        assert torch.equal(old, new)
+    assert torch.equal(logits(), before)
     learner.update(batches[1], ())
-    assert not torch.equal(before[0], learner.net.policy.weight)
+    assert not torch.equal(logits(), before)
 
 
 def test_rewards_a_thousand_times_as_large_make_the_same_policy():
