@@ -17,12 +17,13 @@ from core.rollout import Spaces
 from core.running.supervise import start_thread
 from tests.algorithm.test_normalization import ACTIONS, VECTOR, T, random_batch
 from tests.conftest import DEADLINE_S, wait_until
+from tests.normalization_flags import obeyed
 from tests.trainers.several import bound_port, environments
 
 COLUMNS, UPDATES = 6, 3
 FLAGS = ["--env", "Catch", "--disable_cuda", "--unroll_length", str(T)]
 FLAGS += ["--num_actors", "6", "--reward_clipping", "none"]
-FLAGS += ["--use_lstm", "--normalize_observations", "--normalize_returns"]
+FLAGS += ["--use_lstm", *obeyed(monobeast)]
 
 
 def whole_batch(seed):

@@ -22,6 +22,7 @@ from core.algorithm.normalization import (
 )
 from core.nests import map_nest
 from core.rollout import Spaces
+from tests.normalization_flags import obeyed
 
 T, B = 5, 3
 OBSERVATIONS, RETURNS = BOTH = "--normalize_observations", "--normalize_returns"
@@ -81,12 +82,9 @@ def make_flags(*argv):
 def make_learner(*argv, module=monobeast):
     torch.manual_seed(0)
     flags = make_flags("--reward_clipping", "none", *argv)
-    learner = module.create_learner(flags, Spaces(VECTOR, ACTIONS))
-    if flags.normalize_returns and not isinstance(
-        getattr(learner.net, "baseline", None), PopArt
-    ):
-        pytest.skip(f"a fork's: the baseline of {module.__name__}.Net has no scale")
-    return learner
+    if missing := {*argv} & {*BOTH} - {*obeyed(module)}:
+        pytest.skip(f"a fork's: {module.__name__}.Net does not obey {missing}")
+    return module.create_learner(flags, Spaces(VECTOR, ACTIONS))
 
 
 def on_policy(net, batch):

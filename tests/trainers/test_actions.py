@@ -14,13 +14,14 @@ import polybeast
 from core.remote import env_server
 from core.running.supervise import start_thread
 from tests.conftest import DEADLINE_S
+from tests.normalization_flags import obeyed
 from tests.trainers import bodies
 from tools.nemesis import programs
 
 ENV = "tests.trainers.bodies:masked"
 FLAGS = [*("--batch_size", "4", "--unroll_length", "5", "--seed", "3")]
 FLAGS += ["--use_lstm", "--precision", "bfloat16", "--replay_ratio", "1"]
-FLAGS += ["--normalize_observations", "--normalize_returns", "--log_interval_s", "0"]
+FLAGS += [*obeyed(), "--log_interval_s", "0"]
 
 
 @pytest.fixture(autouse=True)

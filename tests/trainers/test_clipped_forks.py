@@ -120,8 +120,8 @@ def test_the_losses_are_those_of_the_equations(trainer):
     learner, batch = make_learner(trainer)
     net = learner.net
     with torch.no_grad():
-        net.policy.weight += 0.3 * torch.randn_like(net.policy.weight)
-        net.baseline.weight += 0.3 * torch.randn_like(net.baseline.weight)
+        for weight in (*net.policy.parameters(), *net.baseline.parameters()):
+            weight += 0.3 * torch.randn_like(weight)
         outputs, _ = net(batch, ())
         old = net.target(batch, ())[0] if hasattr(net, "target") else outputs
         loss = trainer.compute_loss(learner.flags, net, batch, ())

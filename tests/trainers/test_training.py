@@ -28,6 +28,7 @@ from core.algorithm.update import Learner
 from core.environments import toys
 from core.running import checkpoint, precision, run
 from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
+from tests.normalization_flags import obeyed
 from tools.nemesis import programs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -212,7 +213,7 @@ def interrupted(start_for_module):
     start, runs = start_for_module
     updates = 160
     flags = ["--env", "Memory", *SERIAL, "--seed", 5, "--total_steps", updates * BATCH]
-    flags += ["--use_lstm", "--normalize_observations", "--normalize_returns"]
+    flags += ["--use_lstm", *obeyed(monobeast)]
     whole, broken = runs / "whole", runs / "broken"
     unbroken = start(*flags, "--xpid", whole.name)
     again = [*flags, "--xpid", broken.name, "--checkpoint_interval_s", 0.1]
