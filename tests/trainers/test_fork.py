@@ -46,10 +46,8 @@ def run(*command, cwd):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def fork(tmp_path_factory):
-    """A clone of this repository as it is now, built, with both patches applied."""
-    folder = tmp_path_factory.mktemp("fork")
+def clone(folder):
+    """Copy this repository as it is now, built, to a folder."""
     listed = run(
         *("git", "ls-files", "--cached", "--others", "--exclude-standard"), cwd=ROOT
     )
@@ -58,6 +56,13 @@ def fork(tmp_path_factory):
         shutil.copy(ROOT / name, folder / name)
     shutil.copy(libtorchbeast._C.__file__, folder / "libtorchbeast")
     run("git", "init", "--quiet", cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """A clone of this repository with both patches applied."""
+    folder = tmp_path_factory.mktemp("fork")
+    clone(folder)
     patches = sorted((folder / "examples" / "minatar").glob("*.patch"))
     assert len(patches) == 2
     applies = ["git", "apply", "--check", *patches]
@@ -98,6 +103,39 @@ def test_a_fork_runs_its_own_modules(fork):
     for module in modules:
         (origin,) = run(sys.executable, "-c", find, module, cwd=fork).split()
         assert Path(origin).is_relative_to(fork), origin
+
+
+# Two layers in each head of Net, under other names, and a wrapper in create_env.
+EDITS = {
+    "PolicyHead(head_size, self.distribution, initial_std)": "nn.Sequential("
+    "nn.Linear(head_size, 64), nn.ReLU(), PolicyHead(64, self.distribution, 1.0))",
+    "orthogonal(linear(head_size, 1), gain=1.0)": "nn.Sequential("
+    "nn.Linear(head_size, 64), nn.ReLU(), nn.Linear(64, 1))",
+    "self.policy": "self.actor",
+    "self.baseline": "self.critic",
+}
+MAKE = "make(flags.env, render_mode=render_mode)"
+# Those that look into a network, but for many alike.
+TESTS = ["tests/running/test_run.py", "tests/test_action_spaces.py"]
+TESTS += ["tests/algorithm/test_normalization.py", "-k", "not strangers"]
+
+
+@pytest.mark.slow
+def test_a_fork_with_other_heads_and_environments_keeps_its_tests(tmp_path):
+    clone(tmp_path)
+    edits = {
+        "monobeast.py": {**EDITS, MAKE: f"gym.Wrapper({MAKE})"},
+        "polybeast.py": EDITS,
+        "polybeast_env.py": {MAKE: f"stepping.gym.Wrapper({MAKE})"},
+    }
+    for name, changes in edits.items():
+        text = (tmp_path / name).read_text()
+        for old, new in changes.items():
+            if old not in text:
+                pytest.skip(f"Net or create_env was edited: no {old!r} in {name}")
+            text = text.replace(old, new)
+        (tmp_path / name).write_text(text)
+    run(sys.executable, "-m", "pytest", "-q", "-x", *TESTS, cwd=tmp_path)
 
 
 @pytest.mark.slow
