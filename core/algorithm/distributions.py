@@ -188,7 +188,7 @@ class ActionDistribution:
       is_discrete: whether the space is one Discrete choice.
       num_parameters: P, the size of `policy_logits`.
       size: S, the size of a sample.
-      num_log_stds: how many of these, the last ones, are logs of standard deviations.
+      num_log_stds: how many parameters, the last ones, are logs of standard deviations.
       columns: the specs of what `draw` returns, for one row of one environment.
 
     Raises:

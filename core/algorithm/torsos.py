@@ -201,9 +201,9 @@ class TanhTorso(MLPTorso):
     """The same with two layers of 64 and tanh, as PPO's for MuJoCo (Schulman 2017).
 
     A tanh is smooth and bounded, so one large step of the optimizer changes the mean of
-    a Gaussian policy less than with ReLU. `Net` makes two of these torsos: features
-    that policy and baseline share follow the baseline's errors, which are larger than
-    the policy's gradient (Andrychowicz et al. 2020, arXiv:2006.05990, section 3.2).
+    a Gaussian policy less than with ReLU. `Net` makes two of these torsos, one for the
+    policy and one for the baseline, since they learn better apart (Andrychowicz et al.
+    2020, arXiv:2006.05990).
     """
 
     num_features = 64
