@@ -20,6 +20,7 @@ from torch import nn
 
 from core.action_spaces import ACTION_MASK
 from core.algorithm.learners import Learners
+from core.errors import ConfigError
 from core.nests import Nest, leaves, map_nest
 from core.rollout import leaf_spaces
 
@@ -36,6 +37,21 @@ def normalized(flags: argparse.Namespace) -> list[str]:
     """Return what the flags ask to normalize: "observations", "returns", or both."""
     names = ("observations", "returns")
     return [name for name in names if getattr(flags, f"normalize_{name}")]
+
+
+def check_statistics(flags: argparse.Namespace, net: nn.Module) -> None:
+    """Raise ConfigError if a flag asks for statistics that Net does not keep."""
+    for what, name, expected in (
+        ("observations", "normalize", InputNorm),
+        ("returns", "baseline", PopArt),
+    ):
+        part = getattr(net, name, None)
+        if what in normalized(flags) and not hasattr(part, "learn"):
+            raise ConfigError(
+                f"--normalize_{what} is set, but Net.{name} is {type(part).__name__}, "
+                f"which keeps no statistics; expected {expected.__name__} of "
+                "core.algorithm.normalization. Edit Net, or leave the flag out."
+            )
 
 
 class RunningNorm(nn.Module):

@@ -33,6 +33,7 @@ from core.algorithm.distributions import ActionDistribution
 from core.algorithm.gpu import Graphs, in_stream
 from core.algorithm.learners import CHECK_UPDATES, current
 from core.algorithm.losses import ImpalaLoss
+from core.algorithm.normalization import check_statistics
 from core.errors import StallError
 from core.nests import Nest, map_nest
 
@@ -64,7 +65,11 @@ class Learner:
             resumed run takes the other options of the groups from here, too, except
             those that training has changed, such as a counter: these go on as saved.
           loss: called like `compute_loss`, which is the default.
+
+        Raises:
+          ConfigError: a flag asks for statistics that net does not keep.
         """
+        check_statistics(flags, net)
         self.flags = flags
         self.net: Any = net  # The Net of a trainer, which core does not import.
         self.device = next(net.parameters()).device

@@ -5,6 +5,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import monobeast
 import polybeast
@@ -20,6 +21,7 @@ from core.algorithm.normalization import (
     PopArt,
     RunningNorm,
 )
+from core.errors import ConfigError
 from core.nests import map_nest
 from core.rollout import Spaces
 from tests.normalization_flags import obeyed
@@ -77,6 +79,17 @@ def make_flags(*argv):
     flags = monobeast.parse_flags(["--env", "Catch", "--disable_cuda", *sizes, *argv])
     flags.learner_device = "cpu"
     return flags
+
+
+@pytest.mark.parametrize(
+    "flag, part", [(OBSERVATIONS, "normalize"), (RETURNS, "baseline")]
+)
+def test_a_net_without_the_statistics_of_a_flag_is_refused(flag, part):
+    flags = make_flags("--reward_clipping", "none", flag)
+    net = monobeast.Net(VECTOR, ACTIONS)
+    setattr(net, part, nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match=f"{flag} is set, but Net.{part} is Linear"):
+        update.Learner(flags, net, [])
 
 
 def make_learner(*argv, module=monobeast):

@@ -15,6 +15,7 @@ from core.algorithm import replay
 from core.algorithm.replay import Mixer, Replay, create_replay
 from core.nests import leaves, map_nest
 from tests.actors.pool import make_flags
+from tests.normalization_flags import obeyed
 
 T, NEW, REPLAYED, CAPACITY = 5, 3, 7, 11  # Of rollouts, where they are all one item.
 
@@ -288,6 +289,9 @@ def test_no_replayed_rollout_is_older_than_a_new_one_may_be(max_lag, versions, c
     assert "replay_rho" not in row
 
 
+@pytest.mark.skipif(
+    "--normalize_observations" not in obeyed(monobeast), reason="a fork's Net"
+)
 def test_statistics_of_observations_count_new_rollouts_only():
     learner, rollouts = make_learner("--normalize_observations")
     learner.update(join(rollouts(NEW, 3), rollouts(REPLAYED, 1)), ())

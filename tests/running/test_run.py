@@ -28,6 +28,7 @@ from core.nests import Nest, map_nest
 from core.running import checkpoint, program, run
 from core.running.checkpoint import CheckpointError
 from tests.conftest import DEADLINE_S, wait_until
+from tests.normalization_flags import obeyed
 
 SIZES = ["--batch_size", "5", "--unroll_length", "10", "--envs_per_actor", "5"]
 
@@ -114,22 +115,23 @@ def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
     assert "--init_from" in caplog.text and "was for its beginning" in caplog.text
 
 
-@pytest.mark.parametrize("flag", ["normalize_observations", "normalize_returns"])
+@pytest.mark.parametrize("flag", obeyed(monobeast))
 @pytest.mark.parametrize("recorded", [True, False], ids=["now", "before the flag"])
 def test_a_run_goes_on_with_its_own_normalization_only(savedir, flag, recorded):
     """Checkpoints from before these flags are those of runs without them."""
     found = checkpoint.load(savedir / "old" / "checkpoints")
     assert found is not None
     if not recorded:
-        del found.state["flags"][flag]
+        del found.state["flags"][flag.removeprefix("--")]
     folder = savedir / "old" / "checkpoints"
     checkpoint.save(folder, step=201, tensors=found.tensors, state=found.state)
-    said = f"--{flag} is True but run old was trained with False"
+    said = f"{flag} is True but run old was trained with False"
     with pytest.raises(ConfigError, match=said):
-        make_run(savedir, f"--{flag}", xpid="old").resume()
+        make_run(savedir, flag, xpid="old").resume()
     assert make_run(savedir, xpid="old").resume() is not None
 
 
+@pytest.mark.skipif("--normalize_returns" not in obeyed(monobeast), reason="a fork")
 @pytest.mark.parametrize("clipping, told", [("abs_one", True), ("none", False)])
 def test_returns_of_clipped_rewards_are_told(tmp_path, caplog, clipping, told):
     a_run = make_run(tmp_path, "--normalize_returns", "--reward_clipping", clipping)
@@ -538,13 +540,9 @@ def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
             ["--env there Catch, here tests."],
         ),
         (["--use_lstm"], ["missing ", "--use_lstm there False, here True"]),
-        (
-            ["--normalize_observations"],
-            ["missing ", "--normalize_observations there False, here True"],
-        ),
-        (
-            ["--normalize_returns"],
-            ["missing ", "--normalize_returns there False, here True"],
+        *(
+            ([flag], ["missing ", f"{flag} there False, here True"])
+            for flag in obeyed(monobeast)
         ),
         (["--env", "CartPole-v1"], [": file ["]),
     ],

@@ -11,6 +11,7 @@ from core.environments.toys import Catch
 from core.remote.env_server import Server
 from core.running import checkpoint
 from tests.conftest import DEADLINE_S, wait_until
+from tests.normalization_flags import obeyed
 from tests.trainers.several import start_learners
 from tests.trainers.test_training import log_rows
 
@@ -29,7 +30,7 @@ def test_two_serial_learners_are_bitwise_the_same_from_run_to_run(start, tmp_pat
     ends = []
     for name in ("a", "b"):
         flags = [*FLAGS, "--serial", "--num_actors", 4, "--total_steps", STEPS]
-        flags += ["--replay_ratio", 1, "--normalize_observations", "--use_lstm"]
+        flags += ["--replay_ratio", 1, "--use_lstm", *obeyed()]
         programs = start_learners(start, *flags, "--xpid", name)
         for program in programs:
             assert program.wait() == 0, program.text()
