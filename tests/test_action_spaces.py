@@ -2,6 +2,8 @@
 """Action masks: what is not allowed is never chosen, and has no gradient."""
 
 import re
+import subprocess
+import sys
 
 import gymnasium as gym
 import numpy as np
@@ -14,7 +16,7 @@ from core.action_spaces import check_mask, check_spaces, split_mask
 from core.algorithm.distributions import ActionDistribution, mask_logits
 from core.environments import check
 from core.environments.stepping import Environments
-from core.errors import ConfigError, EnvValueError
+from core.errors import ConfigError, EnvValueError, Exit
 from core.nests import map_nest
 from core.remote import env_server
 from core.running.supervise import start_thread
@@ -128,6 +130,19 @@ def test_an_environment_that_allows_no_action_is_named():
         EnvValueError, match="env 0 .*action_mask.*at least one allowed"
     ):
         envs.step(np.array([4]), rows)
+
+
+def test_such_an_environment_ends_a_serial_run_in_one_line(tmp_path):
+    flags = ["--env", f"{__name__}:Stuck", "--serial", "--savedir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "monobeast", *flags],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == Exit.INTERNAL, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("EnvValueError: env 0 (Stuck) step")
+    assert "Traceback" not in done.stderr
 
 
 def test_the_checker_obeys_masks_and_names_one_that_allows_nothing(capsys):

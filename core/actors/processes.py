@@ -34,7 +34,7 @@ from core.actors.fork_server import ForkServer
 from core.actors.shared_memory import RolloutBuffers, SharedArrays, SharedWeights
 from core.algorithm.counters import BusyTime
 from core.environments.stepping import Environments, env_seed
-from core.errors import ConfigError, EnvSpecError
+from core.errors import ConfigError, EnvSpecError, EnvValueError
 from core.nests import ArraySpec
 from core.rollout import new_rollouts
 from core.running import terminal
@@ -135,8 +135,9 @@ def _run_actor(
 ) -> None:
     """Run one actor process: prepare the process, then call `act`.
 
-    If `act` fails, the process sends b"E" and the traceback to the program, or b"P"
-    and one line if trying again cannot help, and ends with status 1.
+    If `act` fails, the process sends b"E" and the traceback to the program, or b"P" if
+    trying again cannot help, and ends with status 1. What an environment returned
+    wrongly is told without a traceback, which would show no line of the environment.
     """
     be_killed_first_for_memory()
     terminal.redirect_output(output)
@@ -154,11 +155,15 @@ def _run_actor(
     try:
         act(ActorProcess(actor_id, incarnation, buffers, clock, weights, pipe))
     except BaseException as error:  # Also an environment's sys.exit() is a failure.
-        message = b"E" + traceback.format_exc().encode()
-        if isinstance(error, EnvSpecError):
-            message = b"P" + str(error).encode()
+        match error:
+            case EnvSpecError():
+                message = f"P{error}"
+            case EnvValueError():
+                message = f"E{type(error).__name__}: {error}"
+            case _:
+                message = f"E{traceback.format_exc()}"
         with contextlib.suppress(BrokenPipeError):
-            pipe.send_bytes(message)
+            pipe.send_bytes(message.encode())
         sys.exit(1)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from core.environments.stepping import Environments, env_seed
-from core.errors import EnvError, EnvSpecError
+from core.errors import EnvError, EnvSpecError, EnvValueError
 from core.nests import Nest, map_nest
 from core.remote import codec, frames, messages
 from core.remote.action_checks import action_checks
@@ -77,6 +77,8 @@ class Stream:
         except EnvSpecError as error:
             code = grpc.StatusCode.FAILED_PRECONDITION
             yield from self._fail(code, str(error), permanent=True)
+        except EnvValueError as error:  # A traceback has no line of the environment.
+            yield from self._fail(grpc.StatusCode.INTERNAL, str(error))
         except Exception as error:
             yield from self._fail(grpc.StatusCode.INTERNAL, _with_traceback(error))
 

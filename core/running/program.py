@@ -14,7 +14,7 @@ from pathlib import Path
 
 from core import ranks
 from core.algorithm.learners import LearnerLost, train_together
-from core.errors import ConfigError, EnvSpecError, Exit, UsageError
+from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, UsageError
 from core.running import terminal
 from core.running.checkpoint import CheckpointError, CheckpointMismatch
 
@@ -47,6 +47,8 @@ def run_program(
             return say(error, Exit.USAGE)
         except (ConfigError, EnvSpecError, CheckpointMismatch) as error:
             return say(error, Exit.CONFIG)
+        except EnvValueError as error:  # With --serial, and in the test mode.
+            return say(error, Exit.INTERNAL)
         except CheckpointError as error:
             return say(error, Exit.CHECKPOINT)
         except Exception as error:

@@ -39,6 +39,7 @@ from core.rollout import row_spec
 from core.running import machine, signals
 from core.running.machine import num_cores
 from core.running.supervise import start_thread
+from examples.tictactoe import TicTacToe
 from tests import counting_env, fault_env
 from tests.conftest import DEADLINE_S, ended, fill, wait_until
 
@@ -297,6 +298,23 @@ def test_an_environments_exception_reaches_the_learner(serve, caplog):
             assert "env 40" in status.value.details()
         assert progress[0, 1] == 0  # It is not in a step any more.
     assert caplog.text.count("out of fuel'\n\nTraceback") == 2
+
+
+class AllowsNothing(TicTacToe):
+    """From its second row on."""
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        return {**observation, "action_mask": np.zeros(9, np.int8)}, *rest
+
+
+def test_what_an_environment_returns_wrongly_reaches_the_learner_in_one_line(serve):
+    server = serve(AllowsNothing)
+    with EnvClient(server.address) as client:
+        with pytest.raises(ServerFailure, match="at least one allowed act") as failure:
+            client.step(4)
+    assert not failure.value.permanent
+    assert "\n" not in str(failure.value)
 
 
 def test_a_broken_spec_is_permanent(serve):
