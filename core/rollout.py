@@ -120,8 +120,9 @@ def leaf_spaces(space: gym.Space) -> Nest:
 
 
 def text_of(space: gym.Space) -> str:
-    """Return a space as one line; that of a large Box is cut, for messages."""
-    text = " ".join(str(space).split())
+    """Return a space as one line for messages; of a large Box few bounds are shown."""
+    with np.printoptions(threshold=8, edgeitems=1):
+        text = " ".join(str(space).split())
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 

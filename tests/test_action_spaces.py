@@ -266,4 +266,4 @@ def test_one_line_names_the_element_whose_bounds_are_reversed(low, high, words):
         check_spaces(spaces.Discrete(2), spaces.Dict({"arm": box}))
     (line,) = str(caught.value).splitlines()
     assert f"element [1, 2] has the bounds {words}" in line and "'action/arm'" in line
-    assert len(line) < 600
+    assert len(line) < 500

@@ -254,7 +254,7 @@ def _decode_value(
         except WireError:
             raise
         except Exception as error:  # Gymnasium asserts, numpy raises.
-            raise WireError(f"{where}: {error}: {message}") from None
+            raise WireError(f"{where}: {error}: {message!s:.200}") from None
     return _decode(kind, raw, depth + 1, left)
 
 

@@ -226,6 +226,7 @@ def test_one_line_names_the_element_whose_bounds_are_reversed():
         decode(Welcome, encode(dataclasses.replace(WELCOME, action=box)))
     (line,) = str(caught.value).splitlines()
     assert line.startswith("Welcome.action: element [1, 2] has the bounds 99.0 and 8.0")
+    assert len(line) < 400
 
 
 def test_equal_bounds_travel_as_one_number():
@@ -444,7 +445,8 @@ def test_an_error_is_one_line_of_bounded_length():
     wrong = [1] * 5000  # Not as many as the shape says.
     with pytest.raises(WireError) as error:
         decode(Welcome, space(field(3, field(1, b"\x03") + field(2, bytes(wrong)))))
-    assert len(str(error.value)) == MAX_ERROR
+    assert len(str(error.value)) < 300
+    assert len(str(WireError("x" * 5000))) == MAX_ERROR
     assert str(WireError("a\n\x1b[2J")) == "a??[2J"
 
 
