@@ -110,6 +110,7 @@ setup(
         "imageio-ffmpeg>=0.4.9",
         "psutil>=5.9",
         "grpcio>=1.60",
+        "pygame-ce>=2.1.3",  # Draws CartPole and the like for --video.
     ],
     extras_require={
         "minatar": ["minatar>=1.0.15"],

@@ -430,9 +430,11 @@ class Environments:
     def _where_now(self, k: int) -> str:
         return f"env {self._where(k)} step {self._progress[k].steps}"
 
-    def _env_error(self, k: int, error: BaseException) -> EnvError:
+    def _env_error(self, k: int, error: BaseException) -> EnvError | EnvSpecError:
         if is_ctrl_c(error):
             raise error
+        if isinstance(error, gym.error.DependencyNotInstalled):
+            return EnvSpecError(f"env {self._where(k)}: {error}")
         return EnvError(
             f"{self._where_now(k)} after reset(seed={self._progress[k].seed}): "
             f"{type(error).__name__}: {error}"

@@ -18,7 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def test_make_knows_toys_gymnasium_ids_and_functions():
     assert type(make("Catch")).__name__ == "Catch"
     assert type(make("Memory")).__name__ == "Memory"
-    assert make("CartPole-v1", render_mode="rgb_array").render_mode == "rgb_array"
+    env = make("CartPole-v1", render_mode="rgb_array")
+    env.reset(seed=3)
+    assert env.render().shape == (400, 600, 3)
     assert make("tests.counting_env:make").observation_space.shape == (11,)
 
 

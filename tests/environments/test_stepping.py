@@ -269,6 +269,14 @@ def test_an_exception_in_step_names_env_step_and_seed_and_keeps_its_cause(error)
     assert caught.value.__cause__ is error
 
 
+def test_a_package_that_an_environment_misses_later_is_one_line():
+    """Gymnasium imports pygame when a picture is asked for."""
+    error = gym.error.DependencyNotInstalled("run `pip install pygame-ce`")
+    with pytest.raises(EnvSpecError) as caught:
+        step_until_error(Scripted(None, error))
+    assert str(caught.value) == "env 5 (Scripted): run `pip install pygame-ce`"
+
+
 def test_ctrl_c_is_no_error_of_the_environment():
     with pytest.raises(KeyboardInterrupt):
         step_until_error(Scripted(KeyboardInterrupt()))
