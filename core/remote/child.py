@@ -156,8 +156,9 @@ class Child:
 
 
 def tell(*what: Any) -> None:
-    """Tell the parent, which calls its `handle` with this."""
-    print(json.dumps(["tell", *what]), flush=True)
+    """Tell the parent, which calls its `handle` with this, if it is still there."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps(["tell", *what]).encode() + b"\n")
 
 
 def run(main: Coroutine[Any, Any, None], folder: Path | None = None) -> int:

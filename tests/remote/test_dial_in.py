@@ -687,11 +687,12 @@ def test_both_processes_end_with_their_program():
 import argparse, time
 from core.remote import dial_in
 flags = argparse.Namespace(listen="127.0.0.1:0", tls_dir=None, keepalive_s=5,
-    learner_address=["127.0.0.1:1"], num_servers=1)
+    num_servers=1)
 a = dial_in.DialedIn(flags)
+flags.learner_address = [a.address]
 b = dial_in.DialsOut(flags)
 b.start()
-while not b._child._last_line:  # It would not notice an end while it starts.
+while not a.addresses():  # Processes that start would not notice an end.
     b.check()
 print(a._folder, b._folder, flush=True)
 time.sleep(1000)
