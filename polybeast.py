@@ -313,7 +313,7 @@ class Net(nn.Module):
         outputs = {
             "policy_logits": logits.view(T, B, -1),
             "baseline": self.baseline(
-                features(self.value_torso) if self.value_torso else x
+                features(self.value_torso) if self.value_torso is not None else x
             ).view(T, B),
         }
         return outputs, core_state

@@ -63,3 +63,11 @@ def test_the_diffs_in_the_readme_are_lines_of_the_examples():
     for line in "".join(diffs).splitlines():
         if line and not line.startswith("--- "):
             assert line in patches, line
+
+
+def test_the_readme_counts_the_lines_of_the_loss():
+    patch = (ROOT / "examples" / "exploration" / "monobeast.patch").read_text()
+    added = len(re.findall(r"^\+(?!\+\+)", patch, flags=re.M))
+    for page in ("README.md", "examples/exploration/README.md"):
+        text = (ROOT / page).read_text()
+        assert f"{added} lines of" in text, page
