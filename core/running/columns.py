@@ -33,14 +33,14 @@ FIELDS = (
     Field(
         "mean_life_return",
         "reward",
-        "mean unclipped return of the last 100 episodes as the learner sees them: one "
-        "life each where a lost life ends the episode",
+        "mean unclipped return of the last 100 episodes as the learner sees them: "
+        "single lives, if a lost life ends the episode",
     ),
     Field(
         "total_loss",
         "1",
-        "pg_loss + baseline_loss + entropy_loss. Like its parts a sum over T and B, "
-        "and the mean of the updates since the last row",
+        "pg_loss + baseline_loss + entropy_loss; each is a sum over T and B, averaged "
+        "over the updates since the last row",
     ),
     Field("pg_loss", "1", "policy gradient loss"),
     Field(
@@ -63,13 +63,12 @@ FIELDS = (
         "mean_rho",
         "1",
         "mean clipped importance weight of V-trace; 1 if the actors' policy equals the "
-        "learner's, and lower the more they differ",
+        "learner's, lower if they differ",
     ),
     Field(
         "return_mean",
         "reward",
-        "mean V-trace target of the baseline, of rewards as --reward_clipping leaves "
-        "them",
+        "mean V-trace target of the baseline, for rewards after --reward_clipping",
     ),
     Field(
         "return_std",
@@ -105,14 +104,14 @@ FIELDS = (
     Field(
         "inference_busy",
         "share of time",
-        "time in which actions are chosen: by PolyBeast's inference threads, or by "
-        "MonoBeast's actors, which step environments the rest of the time",
+        "time in which actions are chosen. PolyBeast: by the inference threads. "
+        "MonoBeast: by the actors, which step environments the rest of the time",
     ),
     Field(
         "env_busy",
         "share of time",
-        "time in which environments step: PolyBeast: until the server has answered; "
-        "MonoBeast: in the actors",
+        "time in which environments step. PolyBeast: from sending actions until the "
+        "server answers. MonoBeast: in the actors",
     ),
     Field(
         "gpu_utilization",
@@ -144,8 +143,8 @@ FIELDS = (
     Field(
         "steps_discarded",
         "rows",
-        "rows of rollouts that a broken stream cut short, never learned from, since "
-        "start",
+        "rows of rollouts that were unfinished when their stream broke, never learned "
+        "from, since start",
     ),
     Field("learner_queue", "count", "PolyBeast: rollouts waiting for the learner"),
     Field(
@@ -157,14 +156,18 @@ FIELDS = (
         "env_step_p50_ms",
         "ms",
         "median time from sending actions to receiving the next observations, since "
-        "start; of the median server",
+        "start; median over the servers",
     ),
-    Field("env_step_p99_ms", "ms", "the 99th percentile; of the slowest server"),
+    Field(
+        "env_step_p99_ms",
+        "ms",
+        "99th percentile of the same time; largest over the servers",
+    ),
     Field("rss_mb", "MB", "resident memory of the main process"),
 )
 
 
-# How several learners' columns about actors and servers become one.
+# How columns about actors and servers are combined over several learners.
 SUMS = {
     *("buffers_full", "actor_restarts", "rollouts_discarded", "streams"),
     *("server_restarts", "reconnects", "steps_discarded", "learner_queue"),
