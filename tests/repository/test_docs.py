@@ -65,9 +65,11 @@ def test_the_diffs_in_the_readme_are_lines_of_the_examples():
             assert line in patches, line
 
 
-def test_the_readme_counts_the_lines_of_the_loss():
-    patch = (ROOT / "examples" / "exploration" / "monobeast.patch").read_text()
-    added = len(re.findall(r"^\+(?!\+\+)", patch, flags=re.M))
-    for page in ("README.md", "examples/exploration/README.md"):
-        text = (ROOT / page).read_text()
-        assert f"{added} lines of" in text, page
+@pytest.mark.parametrize("name", ["exploration", "impact"])
+def test_an_example_counts_the_lines_of_its_patch(name):
+    folder = ROOT / "examples" / name
+    patch = (folder / "monobeast.patch").read_text()
+    count = len(re.findall(r"^\+(?!\+\+)", patch, flags=re.M))
+    assert f"{count} lines of" in (folder / "README.md").read_text()
+    if name == "exploration":
+        assert f"{count} lines of" in (ROOT / "README.md").read_text()
