@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Every target sets up first what it needs; a second call finds that done.
+# Every target first installs what it needs, once.
 #
 #   make train [ARGS="--env BreakoutNoFrameskip-v4 --num_actors 8"]
 #   make test  [ARGS="-k vtrace"]
 #
-# PYTHON=/path/to/python3.12 chooses the interpreter that .venv is made of.
+# PYTHON=/path/to/python3.12 chooses the interpreter of .venv.
 
 PY := .venv/bin/python
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cc csrc/tests/*.h csrc/tests/*.cc benchmarks/*.cc)
@@ -17,8 +17,8 @@ QUICKSTART := --xpid quickstart --env MinAtar/Breakout-v1 --total_steps 1500000 
 .PHONY: train quickstart watch test coverage test-classic sanitize fuzz nemesis \
   nemesis-short bench results-table wheel fresh images lint setup clean
 
-# PolyBeast on Atari Pong, unless ARGS names another environment. Goes on from its
-# checkpoint.
+# PolyBeast on Atari Pong, unless ARGS names another environment. A second call continues
+# from the checkpoint.
 train: setup
 	@exec $(PY) tools/launch.py polybeast $(TRAIN) $(ARGS)
 
@@ -36,9 +36,9 @@ watch: setup
 test: setup
 	$(PY) -m pytest $(ARGS)
 
-# The same, and which lines of core/ and the trainers no test runs, in any process.
-# Processes that are killed do not tell theirs, and MonoBeast's actors do not if tests
-# start the program.
+# All tests, and then the lines of core/ and the trainers that no test runs, in any process.
+# Lines of processes that are killed are not counted, and those of MonoBeast's actors are
+# not counted in tests that start the program.
 coverage: setup
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest $(ARGS); status=$$?; \
@@ -54,8 +54,8 @@ sanitize: setup
 	$(MAKE) -j 2 -C csrc/tests SANITIZE=thread
 	$(MAKE) -j 2 -C csrc/tests SANITIZE=address
 
-# Everything that reads what strangers send: the C++ under AddressSanitizer and UBSan,
-# then the Python; each of six targets for so many seconds.
+# Fuzzes everything that reads data from strangers: the C++ under AddressSanitizer and
+# UBSan, then the Python. Each of six targets runs for FUZZ_S seconds.
 FUZZ_S := 60
 fuzz: setup
 	$(MAKE) -C csrc/tests fuzz FUZZ_S=$(FUZZ_S)
@@ -63,31 +63,31 @@ fuzz: setup
 	  $(PY) -m tools.fuzz $$target --seconds $(FUZZ_S) || exit 1; \
 	done
 
-# Breaks runs on purpose and measures the damage, for three to four hours, of which the
-# soak takes one; CI's short form: make nemesis-short.
+# Breaks runs on purpose and measures the damage, in three to four hours. CI runs the short
+# form, nemesis-short, in minutes.
 nemesis: setup
 	$(PY) -m tools.nemesis --all --out results/reliability $(ARGS)
 
 nemesis-short: setup
 	$(PY) -m tools.nemesis --short $(ARGS)
 
-# How fast this commit is on this machine, beside the commits before; ten minutes.
+# Measures the speed of this commit and compares it with earlier commits, in ten minutes.
 bench: setup
 	$(PY) -m benchmarks.bench
 
-# Our learning results beside those that others have published, in Markdown.
+# Our learning results and published ones, as a Markdown table.
 results-table: setup
 	@$(PY) -m tools.results_table
 
-# A wheel with the gRPC libraries inside, in dist/: for machines without a compiler.
+# Builds a wheel with the gRPC libraries, in dist/, for machines without a compiler.
 wheel: setup
 	tools/wheel.sh
 
-# The README's first commands, word for word, in an empty Debian; some minutes. As root.
+# Runs the README's first commands in an empty Debian, in some minutes. Needs root.
 fresh: setup
 	$(PY) -m tools.fresh.readme
 
-# The steps of tools/docker's Dockerfiles, and their commands, likewise.
+# Runs the steps of tools/docker's Dockerfiles, and their commands, in an empty Debian.
 images: setup
 	$(PY) -m tools.fresh.dockerfiles
 
@@ -100,7 +100,7 @@ lint: setup
 setup:
 	@tools/setup.sh
 
-# What make made. Runs and their checkpoints stay where they are.
+# Deletes everything that make created. Runs and their checkpoints stay.
 clean:
 	rm -rf .venv .venv-classic build dist *.egg-info csrc/tests/build libtorchbeast/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

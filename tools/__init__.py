@@ -4,13 +4,18 @@
     sweep           many runs from one file of settings        for an experiment
     plot            curves of runs                             after a run
     publish         a run's weights and what they need         to share an agent
-    results_table   our results beside published ones          for results/README.md
+    results_table   our results and published ones             make results-table
     certs           certificates for servers on other machines before --tls_dir
-    launch          starts a trainer for make train            never by hand
-    fuzz            random input for all that reads input      after changing a format
+    learners        torchrun that ends with the learners' exit status
+    slurm/ kubernetes/ docker/    for clusters                 docs/scale.md
+    launch          starts a trainer                           make train
+    setup.sh        creates .venv                              make setup
+    wheel.sh        builds a wheel                             make wheel
+    fresh/          the README's commands in an empty Debian   make fresh, make images
+    fuzz            random input for all parsers of input      after changing a format
     nemesis/        breaks runs on purpose, measures damage    before a release
 
-The last column says when. `python -m tools.NAME --help` explains each.
+The last column says when to use each. `python -m tools.NAME --help` explains a program.
 """
 
 from core.installed import explain_missing_packages

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# The learner. From the root of the checkout:
+# The learner. Run this in the root of the checkout:
 #
 #   docker build -f tools/docker/learner.Dockerfile -t torchbeast-learner .
 #
-# Which PyTorch? The package index decides: PyPI's has CUDA in it, some gigabytes, and
-# needs no other base image, only NVIDIA's container runtime. Another index, such as
-# PyTorch's own of CPU builds: --build-arg TORCH_INDEX=https://...
+# PyTorch comes from the package index. PyPI's PyTorch contains CUDA (some gigabytes); it
+# needs no other base image, only NVIDIA's container runtime. For another index, such as
+# PyTorch's index of CPU builds: --build-arg TORCH_INDEX=https://...
 FROM debian:bookworm-slim
 ARG TORCH_INDEX=
 ENV PATH=/venv/bin:$PATH NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

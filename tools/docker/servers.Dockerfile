@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Environment servers: no torch, no compiler. From the root of the checkout:
+# Environment servers, without torch and a compiler. Run this in the root of the checkout:
 #
 #   docker build -f tools/docker/servers.Dockerfile -t torchbeast-servers .
 #
