@@ -17,16 +17,16 @@ Messages over pipes say which process may use which rollout buffer:
     │ shared memory          │ ◄───────────────────► │   copy a batch, learn      │
     └────────────────────────┘                       └────────────────────────────┘
 
-To train your own agent edit Net; for your own environment edit create_env. What runs
-the processes and holds the buffers is in core/actors; one update is read in
-core/algorithm/update.py.
+To train your own agent edit Net; for your own environment edit create_env. core/actors
+has the code that runs the processes and holds the buffers. core/algorithm/update.py has
+the whole update.
 """
 
 import os
 import signal
 
 # One OpenMP thread per process, unless the user has set another number: there are more
-# actors than cores, and idle OpenMP threads would spin and take the cores from others.
+# processes than cores, and idle OpenMP threads would spin and keep the cores busy.
 # Torch reads this variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -125,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
 def check_flags(
     parser: argparse.ArgumentParser, flags: argparse.Namespace
 ) -> argparse.Namespace:
-    """Fill in defaults that depend on other flags and refuse what cannot work."""
+    """Set defaults that depend on other flags; refuse flags that contradict others."""
     is_atari = atari_wrappers.is_atari(flags.env)
     if flags.serial and flags.learner_cores is None:
         flags.learner_cores = 1
@@ -160,9 +160,9 @@ class Net(nn.Module):
 
     As in the paper, the core sees the torso's features, the last action (one-hot) and
     the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
-    `distribution` turns the policy's outputs into actions, whatever the action space.
-    With `bfloat16` the torso computes in that type; weights and the rest stay float32.
-    `normalize` names what has running statistics: "observations", "returns".
+    `distribution` turns the policy's outputs into actions of any action space. With
+    `bfloat16` the torso computes in that type; the weights and all other layers stay
+    float32. `normalize` may contain "observations" and "returns".
 
     Raises:
       ConfigError: the model does not fit the spaces.
@@ -340,10 +340,10 @@ class Actor:
         Args:
           incarnation: together with `actor_id` it seeds the environments.
           fetch: brings the newest weights into `net` and returns their version.
-          clock: [1] float64, written here: the time (`time.monotonic`) at which the
-            present call into an environment, or the choice of actions, began; 0
-            while no buffer is being filled. The program watches it and kills an
-            actor that takes too long.
+          clock: [1] float64, written by the actor: the time (`time.monotonic`) at
+            which the present call into an environment, or the choice of actions,
+            began; 0 while no buffer is being filled. The program reads the clock and
+            kills an actor that takes too long.
         """
         E = flags.envs_per_actor
         self.envs = stepping.Environments(
@@ -364,7 +364,7 @@ class Actor:
         # The last row of a rollout is row 0 of the next one (table in core.rollout).
         self.last_row = map_nest(lambda slab: slab[0, 0].copy(), buffers.rows)
         self.started = False
-        # Seconds that the environments, and everything else, took for a rollout.
+        # Seconds of the last rollout: in environments, and in everything else.
         self.env_s = self.agent_s = 0.0
         self._fetch = fetch
         self._clock = clock
@@ -422,7 +422,7 @@ def act(flags: argparse.Namespace, spaces: Spaces, process: ActorProcess) -> Non
     """Run in an actor process: create network and environments, then fill buffers."""
     net = create_net(flags, spaces)
     if net.bfloat16:
-        net.torso.bfloat16()  # Or every forward pass would cast the weights.
+        net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
     actor = Actor(
         flags,
         net,
@@ -489,9 +489,10 @@ def train(flags: argparse.Namespace) -> Exit:
     if not flags.serial:
         check_main_file()
     keep_freed_memory()
-    spaces = read_spaces(flags)  # First: a misspelt --env must create no run.
+    spaces = read_spaces(flags)  # First: a misspelt --env must not create a run.
     with run_folder(flags) as run_dir, StopSignal() as stop:
-        torso_devices = ("cuda" if has_gpu(flags) else "cpu", "cpu")  # Learn, act.
+        # The devices of the learner and of the actors.
+        torso_devices = ("cuda" if has_gpu(flags) else "cpu", "cpu")
         flags = settle_precision(flags, run_dir, spaces.observation, *torso_devices)
         learner = create_learner(flags, spaces)
         outputs = net_outputs(spaces)

@@ -31,7 +31,7 @@ import signal
 # when it is imported). Inference, learner and environments share the cores, and OpenMP
 # threads that spin while they wait would take cores from them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# gRPC's own messages are noise: the errors that matter are logged here.
+# Hides gRPC's own messages; this program logs the errors that matter.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 if __name__ == "__main__":
@@ -155,7 +155,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     inference.add_argument(
         "--actor_device",
-        help="torch device of inference. Default: the second GPU, the only one, or cpu",
+        help="torch device of inference. Default: the second GPU, else the first, else "
+        "cpu",
     )
     common_flags.add_learner_flags(parser)
     learner = parser.add_argument_group("learner, PolyBeast only")
@@ -225,9 +226,9 @@ class Net(nn.Module):
 
     As in the paper, the core sees the torso's features, the last action (one-hot) and
     the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
-    `distribution` turns the policy's outputs into actions, whatever the action space.
-    With `bfloat16` the torso computes in that type; weights and the rest stay float32.
-    `normalize` names what has running statistics: "observations", "returns".
+    `distribution` turns the policy's outputs into actions of any action space. With
+    `bfloat16` the torso computes in that type; the weights and all other layers stay
+    float32. `normalize` may contain "observations" and "returns".
 
     Raises:
       ConfigError: the model does not fit the spaces.
@@ -350,8 +351,7 @@ class Weights:
     """The newest weights: the learner publishes them, inference threads fetch them.
 
     Each inference thread has its own copy of the network and fetches new weights
-    between two batches. So inference never waits for an update, nor an update for
-    inference.
+    between two batches. So inference and updates never wait for each other.
     """
 
     def __init__(self, net: nn.Module, device: str):
@@ -390,7 +390,7 @@ def copy_for_acting(flags: argparse.Namespace, net: Net) -> Net:
     """Return a copy of the network for one inference thread."""
     net = copy.deepcopy(net).to(flags.actor_device)
     if net.bfloat16:
-        net.torso.bfloat16()  # Or every forward pass would cast the weights.
+        net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
     return net
 
 
@@ -403,10 +403,10 @@ def inference(
     busy: counters.BusyTime,
     trace: Trace,
 ) -> None:
-    """Choose actions for all environments that wait, batch after batch.
+    """Run one inference thread: choose actions for all environments that wait.
 
-    The body of each inference thread. In the paper each actor computes its own actions.
-    Here the observations that have arrived since the last batch make the next one.
+    In the paper each actor computes its own actions. Here all observations that have
+    arrived since the last batch are the next batch.
     """
     # Several threads with one core each are faster than one thread with several cores,
     # and leave cores to the learner.
@@ -564,7 +564,7 @@ def create_pool(
     Args:
       max_streams: how many streams to servers there may be at a time.
       state: the recurrent state of one environment at the start of an episode.
-      start: what the servers are told about this start of the run.
+      start: `run_id` and `first_incarnation`, which the servers receive.
     """
     on_gpu = "cuda" in flags.learner_device + flags.actor_device
     allocate = allocate_page_locked if on_gpu else None
@@ -576,8 +576,8 @@ def create_pool(
         maximum_queue_size=flags.max_learner_queue_size,
         allocate=allocate,
     )
-    # A batch is whatever has arrived when an inference thread is free: no minimum, no
-    # waiting.
+    # A batch has all observations that have arrived when an inference thread is free.
+    # It has no minimum size, and nothing waits.
     inference_batcher = libtorchbeast.DynamicBatcher(
         batch_dim=1,
         minimum_batch_size=1,
@@ -639,8 +639,8 @@ def train_async(
             for i in range(flags.num_learner_threads):
                 args = (flags, learner, weights, learner_queue, trace, replay)
                 start(f"learner-{i}", learn_loop, *args)
-            # Last: when inference fails the actors fail too, and the first failed
-            # thread is the one reported.
+            # Last: if inference fails, the actors fail too, and the program reports the
+            # first failed thread in this order.
             start("actors", pool.run_actors, flags, actors)
             run.log({})
             while run.goes_on():
@@ -655,7 +655,7 @@ def train_async(
             learner_queue.close()
             join_threads(threads, JOIN_S)
     raise_failures(threads)  # A thread may have failed while it was being stopped.
-    run.log(last)  # With the last update, without the steps that stopping discarded.
+    run.log(last)  # Has the last update, but not the steps discarded by stopping.
     watch.check_ledger()
 
 
