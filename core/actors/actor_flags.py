@@ -20,17 +20,17 @@ def add_actor_flags(group: Any) -> None:
         "--num_actors",
         type=int_at_least(1),
         metavar="A",
-        help="number of environments; the program chooses how many of them share a "
-        "process, and logs it at the start. With --envs_per_actor E: number of "
-        "processes, of E environments each. Default: one process for each core that "
-        f"this program may use, with up to {ENVS_PER_ACTOR} environments each",
+        help="number of environments. The program chooses how many of them share a "
+        "process, and logs this at the start. With --envs_per_actor E this is the "
+        "number of processes, of E environments each. Default: one process for each "
+        f"core that this program may use, of up to {ENVS_PER_ACTOR} environments each",
     )
     group.add_argument(
         "--envs_per_actor",
         type=int_at_least(1),
         metavar="E",
-        help="number of environments in each actor process: the process steps them one "
-        "after another, and does one forward pass for all of them. With this flag "
+        help="number of environments in each actor process. The process steps them one "
+        "after another and does one forward pass for all of them. With this flag "
         "--num_actors counts processes, so there are A x E environments. E must divide "
         "--batch_size",
     )
@@ -40,8 +40,8 @@ def add_actor_flags(group: Any) -> None:
         metavar="N",
         help="number of rollouts in shared memory, without those of --replay_capacity, "
         "rounded up to a multiple of the environments in a process. With more buffers "
-        "actors run further ahead of the learner. Default: two per environment, and "
-        "two batches",
+        "actors run further ahead of the learner. Default: two for each environment "
+        "plus two batches",
     )
     group.add_argument(
         "--start_method",

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fork server that MonoBeast's actor processes are forked from.
 
-`ForkServer` starts multiprocessing's fork server, which imports the trainer once.
-Before the trainer it imports this module, which makes the fork server end when its
-program ends.
+`ForkServer` starts multiprocessing's fork server, which imports the trainer once. It
+imports this module before the trainer, and this module makes the fork server end when
+its program ends.
 
-By itself, multiprocessing's fork server ends when the last process that it forked has
-ended. A process that hangs in C code never notices that its program was killed, so that
-this process and the fork server would stay for ever, and so would the folder of the
-fork server's socket. Here the kernel tells the fork server of the program's end (Linux
-only), and then tells the fork server's children, which ask for that
+Without this module the fork server ends only when the last process that it forked has
+ended. A process that hangs in C code never notices that its program was killed. Then
+this process, the fork server and the folder of its socket would stay for ever. With
+this module the kernel sends the fork server a signal when the program ends (Linux
+only). The fork server then ends, and the kernel sends a signal to its children
 (`core.running.unit`).
 """
 
@@ -40,11 +40,11 @@ _COMMAND = re.compile(r"from multiprocessing\.forkserver .*main\((\d+), (\d+), "
 
 
 class ForkServer:
-    """This process's fork server, which a thread continues whenever it is stopped.
+    """This process's fork server, and a thread that sends SIGCONT if it is stopped.
 
-    A stopped fork server neither starts processes nor reports their ends, and whoever
-    waits for it waits without a limit: the main thread, which starts and joins actors,
-    must not be the one that continues it.
+    A stopped fork server neither starts processes nor reports their ends. The main
+    thread, which starts and joins actors, waits for it without a limit, so another
+    thread must continue it.
     """
 
     def __init__(self, context: Any, preload: str):
@@ -64,9 +64,11 @@ class ForkServer:
         return self._import.done()
 
     def _keep_going(self) -> None:
-        # A program that ends during the import joins the process of `wait`.
+        # Goes on until the import is done, too: a program that ends during the import
+        # joins the process of `wait`.
         while futures.wait([self._closed, self._import], LOOK_S).not_done:
-            # No public name. multiprocessing replaces a dead fork server by another.
+            # multiprocessing has no public name for the process id. Read it each time:
+            # multiprocessing replaces a fork server that died.
             pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
             if pid is not None:
                 continue_if_stopped("The fork server", pid)
@@ -75,7 +77,7 @@ class ForkServer:
         """End the thread; the fork server itself ends with the program."""
         self._closed.set_result(None)
         if self.has_imported():
-            self._watch.result()  # A process that forks next must have one thread.
+            self._watch.result()  # The program may fork next, without other threads.
 
 
 def wait(context: Any) -> None:
@@ -93,7 +95,7 @@ def end_with_program(listener: int, alive: int) -> None:
     program = os.getppid()
 
     def end() -> None:
-        # The folder may belong to a process above the program that still uses it.
+        # Errors: the folder may belong to a parent of the program that still uses it.
         with contextlib.suppress(OSError):
             os.unlink(path)
             os.rmdir(os.path.dirname(path))
@@ -103,8 +105,9 @@ def end_with_program(listener: int, alive: int) -> None:
     # multiprocessing ignores Ctrl-C only after all imports, and SIGHUP never.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # SIGCONT also wakes a fork server that is stopped. A shell may send it too, and the
-    # kernel sends it at the end of each of the program's threads. So check the parent.
+    # SIGCONT, unlike other signals, also reaches a stopped fork server. A shell may
+    # send SIGCONT too, and the kernel sends it when any thread of the program ends. So
+    # check whether the parent is still the program.
     signal.signal(signal.SIGCONT, lambda *_: end() if os.getppid() != program else None)
     os.register_at_fork(
         after_in_child=lambda: signal.signal(signal.SIGCONT, signal.SIG_DFL)
@@ -114,9 +117,9 @@ def end_with_program(listener: int, alive: int) -> None:
         end()
 
 
-# Only in the fork server itself. A child that it has forked has the same command line,
-# and may be the first to import this: multiprocessing marks the child while it is being
-# set up (`_inheriting`), and afterwards the child knows its parent.
+# Do this only in the fork server, not in a child that it has forked. Such a child has
+# the same command line and may import this module first. multiprocessing marks a child
+# while it is being set up (`_inheriting`); afterwards the child has a parent process.
 _is_child = (
     getattr(multiprocessing.current_process(), "_inheriting", False)
     or multiprocessing.parent_process() is not None

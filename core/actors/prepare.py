@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before MonoBeast's actors start: spaces, the layout of the buffers, memory, seeds."""
+"""Steps before MonoBeast's actors start: spaces, buffers, memory checks, seeds."""
 
 import argparse
 import contextlib
@@ -51,7 +51,7 @@ def rollout_specs(
 
     Args:
       net: the trainer's Net; its `initial_state` is [layers, E, hidden] each, and its
-        `distribution` says what the rows keep of the actions chosen.
+        `distribution` names the columns that rows have for the chosen actions.
       outputs: the specs of its outputs, for one row of one environment.
     """
     row = row_spec(spaces.observation, spaces.action, flags.info_keys)
@@ -70,13 +70,14 @@ def create_buffers(
     net: Any,
     outputs: Mapping[str, ArraySpec],
 ) -> shared_memory.RolloutBuffers:
-    """Check that the machine has what the run needs, log it, and allocate the buffers.
+    """Check and log the memory, files and processes needed; allocate the buffers.
 
     Args:
       net, outputs: as for `rollout_specs`.
 
     Raises:
-      ConfigError: there is not enough; the message has both numbers and the remedy.
+      ConfigError: the machine has too little; the message has both numbers and the
+        remedy.
     """
     row, state = rollout_specs(flags, spaces, net, outputs)
     E = flags.envs_per_actor
@@ -102,7 +103,7 @@ def create_buffers(
 def first_env_seeds(flags: argparse.Namespace, first_incarnation: int) -> list[int]:
     """Return the seed of each environment's first game in this start of the run."""
     A, E = flags.num_actors, flags.envs_per_actor
-    # `Actors` numbers its processes in the order in which they start. With --serial all
-    # actors have the same incarnation.
+    # `Actors` counts incarnations in the order in which its processes start. With
+    # --serial all actors have the same incarnation.
     incarnations = [first_incarnation + (0 if flags.serial else i) for i in range(A)]
     return [env_seed(flags.seed, i, incarnations[i // E], 0) for i in range(A * E)]

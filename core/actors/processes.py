@@ -65,7 +65,7 @@ class ActorsClosed(Exception):
 
 
 class Actor(Protocol):
-    """What fills a buffer: the trainer's own `Actor`."""
+    """The trainer's own `Actor`, which fills buffers."""
 
     envs: Environments
     env_s: float  # Seconds that the environments took for the last rollout.
@@ -77,7 +77,7 @@ class Actor(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ActorProcess:
-    """What the trainer's `act` works with in an actor process.
+    """The argument of the trainer's `act` in an actor process.
 
     Attributes:
       incarnation: a number that no other actor process of this run has. Together with
@@ -154,7 +154,7 @@ def _run_actor(
     clock = clocks.arrays["clock"][actor_id : actor_id + 1]
     try:
         act(ActorProcess(actor_id, incarnation, buffers, clock, weights, pipe))
-    except BaseException as error:  # Also an environment's sys.exit() is a failure.
+    except BaseException as error:  # An environment's sys.exit() is a failure too.
         match error:
             case EnvSpecError():
                 message = f"P{error}"
@@ -181,16 +181,16 @@ class ActorSlot:
     held: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     last_served: int = 0  # When it was last handed a buffer, as a running number.
     restart_at: float | None = 0.0  # Monotonic seconds; None while the process runs.
-    reason: str | None = None  # Why it died, if known better than by its exit status.
+    reason: str | None = None  # Why it died; None: only its exit status is known.
 
 
 class Actors:
-    """The actor processes, and who has which rollout buffer.
+    """The actor processes, and which of them holds which rollout buffer.
 
-    A buffer is free, held by one actor, full, or with a learner thread. Each actor
+    A buffer is free, held by one actor, full, or held by a learner thread. Each actor
     holds up to two buffers: the one that it fills now, and the next one. When an actor
-    dies, its finished rollouts count; its unfinished rollout is discarded, the buffers
-    that it held become free, and a new process replaces it.
+    dies, its finished rollouts stay full buffers. Its unfinished rollout is discarded,
+    the buffers that it held become free, and a new process replaces it.
 
     Each actor has a clock in shared memory: the time (`time.monotonic`) at which the
     present call into its environment began, or 0 while it fills no buffer. An actor
@@ -229,8 +229,8 @@ class Actors:
         self._clock = clocks.arrays["clock"]
         self._shared = (buffers, weights, clocks)
         num_free = math.ceil(flags.num_buffers / flags.envs_per_actor)
-        # Actors get these when the replay holds others. If they got them at once, they
-        # would run further ahead of the learner than --num_buffers allows.
+        # The replay exchanges these buffers for those that it keeps. If actors got them
+        # now, they would run further ahead of the learner than --num_buffers allows.
         self.reserve = range(num_free, buffers.num_buffers)
         self._output = terminal.ChildOutput()
         self._incarnation = first_incarnation
@@ -296,7 +296,7 @@ class Actors:
             )
             return
         slot.process = process
-        theirs.close()  # Else the actor's end of the pipe would never close for us.
+        theirs.close()  # Otherwise we would not see that the actor's end is closed.
         slot.restart_at = slot.reason = None
         with self._changed:
             slot.pipe = ours
@@ -305,8 +305,8 @@ class Actors:
     def _hand_out(self) -> None:
         """Give free buffers to the actors that hold the fewest. Needs the lock.
 
-        Among actors that hold equally many, the one that has waited longest is first:
-        when the learner is slow, all actors hold none, and each must get a buffer.
+        Among actors that hold the same number, the one that has waited longest is
+        first. So if the learner is slow and no actor holds a buffer, each gets one.
         """
         while self._free and not self._closed:
             slot = min(
@@ -340,7 +340,7 @@ class Actors:
             if slot.pipe is not None:
                 self._receive(slot)
             if slot.process is not None and handle == slot.process.sentinel:
-                self._bury(slot)
+                self._handle_death(slot)
         for slot in self.slots:
             self._check_progress(slot)
         self.start()
@@ -390,7 +390,7 @@ class Actors:
             slot.pipe.close()
             slot.pipe = None
 
-    def _bury(self, slot: ActorSlot) -> None:
+    def _handle_death(self, slot: ActorSlot) -> None:
         """Take back a dead actor's buffers and plan its replacement."""
         assert slot.process is not None
         slot.process.join()

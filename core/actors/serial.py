@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--serial`: actors and learner take turns in one thread; resumed runs go on exactly.
+"""`--serial`: actors and learner take turns in one thread; resuming changes no result.
 
-A checkpoint of a serial run holds the state of the actors too, so that a resumed run is
-bitwise equal to one that was never interrupted. (Not with --replay_ratio: rollouts are
-not in checkpoints, and the replay of a resumed run starts empty.)
+A checkpoint of a serial run also holds the state of the actors. So a resumed run is
+bitwise equal to a run without interruption. (This does not hold with --replay_ratio:
+rollouts are not in checkpoints, so the replay of a resumed run starts empty.)
 """
 
 import argparse
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Actor(Protocol):
-    """What a checkpoint holds of the trainer's own `Actor`."""
+    """The attributes of the trainer's `Actor` that a checkpoint holds."""
 
     envs: Environments
     last_row: Nest  # Numpy arrays [E, ...]: row 0 of the next rollout.
@@ -40,19 +40,19 @@ A = TypeVar("A", bound=Actor)
 
 
 class Clocks:
-    """Tell since when the present call of an environment, or an update, lasts.
+    """Hold the start times of the present environment call and the present update.
 
-    A thread of `core.running.unit.limit_calls` ends the program when one takes too
-    long.
+    A thread of `core.running.unit.limit_calls` ends the program if a call or an update
+    takes too long.
     """
 
     def __init__(self, clocks: np.ndarray):
         self._clocks = clocks
-        self.environment = clocks[:1]  # The actors write it. They share it, in turns.
+        self.environment = clocks[:1]  # Written by all actors, which take turns.
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """Measure an update and all that follows it."""
+        """Run the clock of updates during the block: an update, logging and saving."""
         self._clocks[1] = time.monotonic()
         yield
         self._clocks[1] = 0.0
@@ -74,7 +74,8 @@ def open_run(
       create_actor: creates an actor from its number and its clock.
 
     Raises:
-      ConfigError: the network is on a GPU, or the run cannot go on exactly.
+      ConfigError: the network is on a GPU, or a flag differs that would change the
+        resumed run's results.
     """
     flags = run.flags
     is_alone = ranks.size() == 1
@@ -93,15 +94,15 @@ def open_run(
             run.extra_state = lambda: actors_state(actors)
         if run.found is not None and not (is_alone and _goes_on_exactly(run.found)):
             log.warning(
-                "--serial with several learners: the environments start anew, so this "
-                "run does not go on exactly as it would have done."
+                "--serial with several learners: the environments start again, so this "
+                "run is not equal to one without the interruption."
             )
         elif run.found is not None:
             restore_actors(flags, actors, run.found)
             if flags.replay_ratio:
                 log.warning(
-                    "--replay_ratio: the replay starts empty, so this run does not go "
-                    "on exactly as it would have done without the interruption."
+                    "--replay_ratio: the replay starts empty, so this run is not equal "
+                    "to one without the interruption."
                 )
             clocks.stop()
         with run.open():
@@ -118,10 +119,10 @@ def _goes_on_exactly(found: Checkpoint) -> bool:
 
 
 def first_incarnation(run: Run) -> int:
-    """Return what seeds the actors' environments, together with their numbers.
+    """Return the number that seeds the actors' environments, with the actors' numbers.
 
-    Actors that go on exactly had this number before. Those of several learners start
-    anew, and play other games.
+    One learner resumes its actors, so their number stays 0. With several learners the
+    actors start again and play other games.
     """
     return 0 if ranks.size() == 1 else run.first_incarnation
 
@@ -129,7 +130,7 @@ def first_incarnation(run: Run) -> int:
 def actors_state(
     actors: Sequence[Actor],
 ) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """Return what a checkpoint holds of the actors: (for JSON, groups of tensors)."""
+    """Return the actors' state for a checkpoint: (for JSON, groups of tensors)."""
     tensors = {}
     for i, actor in enumerate(actors):
         for name, array in leaves(actor.last_row):
@@ -146,13 +147,13 @@ def actors_state(
 def restore_actors(
     flags: argparse.Namespace, actors: Sequence[Actor], found: Checkpoint
 ) -> None:
-    """Bring the actors back to where the checkpoint left them, bit by bit.
+    """Restore the actors' state from a checkpoint, bit by bit.
 
     Environments cannot be saved. Each environment plays its present game again, with
     the same seed and the same actions.
 
     Raises:
-      ConfigError: a flag differs that must not; the message names it.
+      ConfigError: a flag differs that must be the same; the message names it.
     """
     trained = {"serial": False, **found.state["flags"]}  # PolyBeast has no --serial.
     trained["info_keys"] = tuple(trained["info_keys"])  # JSON has only lists.
@@ -160,7 +161,7 @@ def restore_actors(
         if trained.get(key) != getattr(flags, key):
             raise ConfigError(
                 f"--{key} is {getattr(flags, key)} but run {flags.xpid} was trained "
-                f"with {trained[key]}, and --serial goes on exactly or not at all. "
+                f"with {trained[key]}; --serial resumes only with the same value. "
                 f"Choose another --xpid, or leave --{key} as it was."
             )
     saved = found.state["actors"]

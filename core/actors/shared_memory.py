@@ -27,13 +27,13 @@ _ALIGNMENT = 64  # bytes; a cache line, and enough for every SIMD load
 class SharedArrays:
     """Named numpy arrays in one anonymous segment of shared memory.
 
-    The segment has no name, so there is nothing to unlink: the kernel frees it when the
-    last process that maps it has ended, also if that process was killed. It takes two
-    file descriptors, whatever the number of arrays. It can be passed to child processes
-    under every start method.
+    The segment has no name, so nothing has to be unlinked: the kernel frees it when the
+    last process that maps it has ended, even if that process was killed. It takes two
+    file descriptors for any number of arrays. It can be passed to child processes with
+    every start method.
 
-    Arrays are first filled with values that are easy to recognize when they are read by
-    mistake: NaN, the smallest integer, 0xA5.
+    The initial values of arrays are easy to recognize if they are read by mistake: NaN,
+    the smallest integer, 0xA5.
 
     Raises:
       OSError: there is not enough memory. `core.running.machine.check_resources` checks
@@ -60,7 +60,7 @@ class SharedArrays:
             offset += _aligned(spec.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Works only while a child process starts: it passes the file descriptor on.
+        # Works only while a child process starts: DupFd gives it the file descriptor.
         return {"specs": self._specs, "fd": reduction.DupFd(self._fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -223,8 +223,8 @@ class BatchAssembler:
         Args:
           rollouts_per_batch: number of new buffers in each batch.
           empty: allocates an array, as `np.empty` does.
-          num_replayed: number of replayed buffers in each batch but the first ones,
-            which have none.
+          num_replayed: number of replayed buffers in each batch. The first batches may
+            have none.
         """
         n = rollouts_per_batch + num_replayed
 
@@ -241,7 +241,7 @@ class BatchAssembler:
     def fill(self, indices: Sequence[int], replayed: Sequence[int] = ()) -> None:
         """Copy new and replayed buffers, side by side, into `batch` and `agent_state`.
 
-        If some batches have replayed rollouts, all have the key `replayed`.
+        If `num_replayed` is not 0, `batch` has the key `replayed`.
         """
         both = [*indices, *replayed]
         rows, state = self._memory
@@ -295,8 +295,9 @@ class SharedWeights:
     def fetch(self, tensors: Mapping[str, Any], have: int) -> int:
         """Copy the newest weights into `tensors`; return their version.
 
-        If `have`, the version that was fetched last (-1 for none), is still the newest,
-        this only reads one integer. Waits while the writer writes (a millisecond).
+        `have` is the version that was fetched last (-1 for none). If it is still the
+        newest, this only reads one integer. Waits while the writer writes (a
+        millisecond).
         """
         while True:
             before = int(self._sequence[0])

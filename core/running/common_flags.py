@@ -21,7 +21,7 @@ from core.running.machine import num_cores
 
 ENV = "PongNoFrameskip-v4"  # If neither --env nor a server names an environment.
 MAX_NAME_NBYTES = 200  # Of a run's folder. Most file systems allow 255.
-REPLAY_BATCHES = 10  # --replay_capacity in batches, unless it is given.
+REPLAY_BATCHES = 10  # Default of --replay_capacity, in batches.
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -131,10 +131,10 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
         "--env_step_timeout_s",
         type=number(1),
         default=120.0,
-        help="limit for one call of an environment: constructor, reset, step, close. "
-        "If a call takes longer, its process shows its stacks and is killed and "
-        "restarted. A learner connects again if a server does not answer for this "
-        "time multiplied by the environments of a stream, and a little more",
+        help="limit in seconds for one call of an environment: constructor, reset, "
+        "step, close. If a call takes longer, its process shows its stacks, is killed "
+        "and is replaced. A learner connects again if a server does not answer within "
+        "this limit times --envs_per_stream, plus 2 seconds",
     )
     env.add_argument(
         "--recycle_games",
@@ -202,15 +202,16 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--total_steps",
         type=int_at_least(1),
         default=50_000_000,
-        help="agent steps to train for. 200000, 200_000, 2e5 and 200k are the same "
-        "number, for every flag that counts",
+        help="agent steps to train for. All flags that are whole numbers accept "
+        "200000, 200_000, 2e5 and 200k",
     )
     learner.add_argument(
         "--batch_size",
         type=int_at_least(1),
         default=32,
         metavar="B",
-        help="rollouts per batch; with --replay_ratio new and replayed ones together",
+        help="rollouts per batch; with --replay_ratio this counts new and replayed "
+        "rollouts",
     )
     learner.add_argument(
         "--unroll_length",
@@ -223,15 +224,15 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "--num_learner_threads",
         "--num_threads",
         type=int_at_least(1),
-        help="threads that assemble batches; one at a time computes the gradient step. "
-        "Default: 2, but 1 with MonoBeast's --serial",
+        help="threads that assemble batches and learn; only one at a time computes a "
+        "gradient step. Default: 2; 1 with MonoBeast's --serial",
     )
     learner.add_argument(
         "--learner_cores",
         type=int_at_least(1),
         metavar="N",
-        help="CPU cores that a gradient step uses. Default: all for --model "
-        "deep, else half; 1 with MonoBeast's --serial",
+        help="CPU cores that a gradient step uses. Default: all for --model deep, else "
+        "half of them; 1 with MonoBeast's --serial",
     )
     learner.add_argument(
         "--disable_cuda", action="store_true", help="learn on the CPU even with a GPU"
@@ -247,9 +248,9 @@ def _add_network_flags(learner: Any) -> None:
         default="auto",
         help="deep: the IMPALA paper's residual network. shallow: three convolutions. "
         "small: one convolution, for pictures of less than 36 pixels a side. mlp: any "
-        "small observation. tanh: like mlp, but with two tanh layers of 64 for the "
-        "policy and two for the baseline (which share them with --use_lstm), for "
-        "continuous control. auto: shallow or small for pictures, else mlp",
+        "small observation. tanh, for continuous control: like mlp, but with two tanh "
+        "layers of 64 units for the policy and two for the baseline (with --use_lstm "
+        "two for both). auto: shallow or small for pictures, else mlp",
     )
     learner.add_argument(
         "--use_lstm", action="store_true", help="add a recurrent core to the network"
@@ -262,32 +263,32 @@ def _add_network_flags(learner: Any) -> None:
         "LSTM and optimizer stay float32. auto: bfloat16 if the torso has convolutions "
         "and all processors that it computes on have instructions for bfloat16 (CPUs "
         "with AVX512-BF16 or AMX, GPUs since Ampere), else float32. The run's first "
-        "lines name it. A run that goes on, or is tested, keeps the format in its "
-        "meta.json",
+        "log lines name the format. A resumed run, and its tests, use the format in "
+        "its meta.json",
     )
     learner.add_argument(
         "--normalize_observations",
         action="store_true",
         help="subtract the running mean of each observed float, divide by its running "
-        "standard deviation and clip to [-10, 10]; the last reward, too, with "
-        "--reward_clipping none. The statistics are those of all rows learned from. "
-        "Integers and Discrete values stay as they are",
+        "standard deviation and clip to [-10, 10]. With --reward_clipping none, do "
+        "the same with the last reward. The statistics are over all rows learned "
+        "from. Integers and Discrete values stay as they are",
     )
     learner.add_argument(
         "--cuda_graphs",
         action="store_true",
-        help="record the network's GPU operations once and replay them, which saves "
-        "the time in which Python launches them: for inference (PolyBeast), and for "
-        "the gradient unless --use_lstm. Not for networks whose Python code depends on "
-        "the values of tensors",
+        help="record the network's GPU operations once and replay them, so that Python "
+        "does not launch them one by one. Used for inference (PolyBeast), and for the "
+        "gradient unless --use_lstm is set. Do not use it for networks whose Python "
+        "code depends on the values of tensors",
     )
     learner.add_argument(
         "--initial_action_std",
         type=number(1e-4),
         default=1.0,
         metavar="STD",
-        help="standard deviation of continuous actions (a Box) at the start, in units "
-        "in which a bounded action space is [-1, 1]",
+        help="initial standard deviation of continuous actions (a Box), in units in "
+        "which a bounded action space is [-1, 1]",
     )
 
 
@@ -297,18 +298,18 @@ def _add_replay_flags(learner: Any) -> None:
         type=number(0),
         default=0,
         metavar="R",
-        help="learn from rollouts again: each batch has R replayed rollouts for every "
-        "new one, B / (1 + R) new ones in all, drawn uniformly from the last "
-        "--replay_capacity. So the weights are updated 1 + R times as often per step "
-        "(steps, frames and episodes count new rollouts only). The first batches, and "
-        "those after a resume, have new rollouts only",
+        help="learn from rollouts again: a batch has R replayed rollouts for every new "
+        "one, so B / (1 + R) new ones. Replayed rollouts are drawn uniformly from the "
+        "last --replay_capacity rollouts. There are 1 + R times as many updates per "
+        "step; steps, frames and episodes count new rollouts only. The first batches "
+        "after a start or a resume have new rollouts only",
     )
     learner.add_argument(
         "--replay_capacity",
         type=int_at_least(1),
         metavar="N",
-        help="with --replay_ratio: how many of the last rollouts are kept in memory to "
-        f"be replayed. Default: {REPLAY_BATCHES} x --batch_size",
+        help="with --replay_ratio: number of latest rollouts that are kept in memory "
+        f"for replay. Default: {REPLAY_BATCHES} x --batch_size",
     )
 
 
@@ -319,9 +320,9 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
         type=int_at_least(0),
         metavar="UPDATES",
         help="skip and count rollouts if the weights that chose their first action are "
-        "more than this many updates old; the log's policy_lag_max shows the largest "
-        "lag. Replayed rollouts that old are skipped too, but not counted. Default: "
-        "learn from all rollouts, since V-trace corrects for the lag",
+        "more than this many updates old; the column policy_lag_max shows the largest "
+        "lag. Replayed rollouts are skipped by the same rule, but not counted. "
+        "Default: learn from all rollouts, since V-trace corrects for the lag",
     )
     loss.add_argument(
         "--entropy_cost",
@@ -355,8 +356,8 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
         "--normalize_returns",
         action="store_true",
         help="divide advantages and the errors of the baseline by the running standard "
-        "deviation of the value targets (PopArt), so that --entropy_cost and "
-        "--learning_rate mean the same whatever the size of rewards. Made for "
+        "deviation of the value targets (PopArt). Then --entropy_cost and "
+        "--learning_rate need not change with the size of rewards. Use it with "
         "--reward_clipping none",
     )
 
@@ -401,7 +402,8 @@ def parse(
     """Parse the command line of a trainer.
 
     In the test modes, the flags of the network and of the environment default to those
-    in the run's meta.json. `env` is None if servers decide that others have started.
+    in the run's meta.json. `env` is None if the learner uses servers that run already
+    and --env is not given: the servers then name the environment.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     flags = parser.parse_args(argv)
@@ -411,7 +413,7 @@ def parse(
             flags.env = flags.env or ENV
         return flags
     from core.running import (
-        folder,  # Needs packages that environment servers do without.
+        folder,  # Needs packages that environment servers do not have.
     )
 
     try:
@@ -428,13 +430,13 @@ def parse(
     keep = ("env", *NETWORK_FLAGS, "precision", "reward_clipping")
     parser.set_defaults(**{key: trained[key] for key in keep if key in trained})
     if flags.atari_protocol is None:  # If given, it defines all Atari options.
-        # The options of a remote server override the recorded flags. As a command line
-        # each option gets its right type; in front of argv, so that argv overrides it.
-        told = argparse.Namespace(**{**trained, **meta.get("env_options", {})})
-        argv = [*to_argv(told, [k for k in ATARI_FLAGS if hasattr(told, k)]), *argv]
+        # The options of a remote server override the recorded flags. Parsing them as
+        # command line flags gives them the right types; argv comes later and overrides.
+        used = argparse.Namespace(**{**trained, **meta.get("env_options", {})})
+        argv = [*to_argv(used, [k for k in ATARI_FLAGS if hasattr(used, k)]), *argv]
     flags = parser.parse_args(argv)
     flags.env = flags.env or ENV
-    if flags.precision == "auto":  # Older runs do not name theirs, which was float32.
+    if flags.precision == "auto":  # Older runs used float32 and did not record it.
         flags.precision = trained.get("precision", "float32")
     return flags
 
@@ -480,7 +482,7 @@ def expand_xpid(flags: argparse.Namespace, env: str | None) -> str:
 def check_atari_flags(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
 ) -> None:
-    """Refuse flags for Atari games (exit status 2) if the environment is none."""
+    """Refuse flags for Atari (exit status 2) if the environment is no Atari game."""
     if is_atari:
         return
     for flag in ATARI_FLAGS:
@@ -524,7 +526,7 @@ def check_replay(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
 def check_common(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
 ) -> None:
-    """Check the flags of both trainers (exit status 2); set defaults that depend."""
+    """Check the flags that both trainers have (exit status 2); set their defaults."""
     check_atari_flags(parser, flags, is_atari=is_atari)
     for key in ("game_return", "game_step"):
         if key in flags.info_keys:

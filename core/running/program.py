@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer's `main` does: train or test, and the exit status of each failure."""
+"""The `main` of both trainers: train or test; map each failure to an exit status."""
 
 import argparse
 import contextlib
@@ -25,10 +25,10 @@ def run_program(
     test: Callable[[argparse.Namespace], Exit],
     argv: Sequence[str] | None,
 ) -> int:
-    """Do what the command line asks for; return the exit status.
+    """Train or test as the command line says; return the exit status.
 
-    An error that the user can remove is one line, any other a traceback. A terminal
-    that stops reading does not stop the training.
+    An error that the user can repair is printed as one line, any other error as a
+    traceback. A terminal that stops reading does not stop the training.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -67,9 +67,10 @@ def say(error: Exception, status: Exit) -> int:
 
 
 def describe_full_disk(error: Exception) -> str | None:
-    """Say in one line what a disk did not take, and what to do; None for what is else.
+    """Describe an error of a full disk and its remedy in one line; None for others.
 
-    When a run starts. Later, logs wait and checkpoints have an error of their own.
+    For the start of a run. Later, log rows wait in memory, and checkpoints have an
+    error of their own.
     """
     if not isinstance(error, OSError):
         return None

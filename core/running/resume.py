@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds of a training run, and how a run goes on from it."""
+"""Save the state of a training run in a checkpoint, and resume the run from it."""
 
 import argparse
 import logging
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class Snapshots:
     """Saves and restores the learner of a run. Used between two updates.
 
-    Make it when the learner is new: the options that its optimizers have then are
-    configuration; options that training has changed since are state, and are saved.
+    Create it before training. Options of the optimizers that training changes later are
+    state and are saved; all other options are configuration and are not saved.
 
     Raises:
       ValueError: an optimizer cannot be saved.
@@ -45,7 +45,7 @@ class Snapshots:
         }
 
     def take(self) -> tuple[dict[str, Any], dict[str, Nest]]:
-        """Return what `restore` needs: what is for JSON, and copies of all tensors."""
+        """Return the state for `restore`: values for JSON, copies of all tensors."""
         learner = self._learner
         tensors: Nest = {"model": dict(learner.net.state_dict())}
         optimizers: dict[str, Any] = {}
@@ -53,7 +53,7 @@ class Snapshots:
             tensors[name], optimizers[name] = optimizer_state.optimizer_state(
                 optimizer, learner.net, self._fresh_options[name]
             )
-        tensors = map_nest(  # Copies: training goes on while they are written.
+        tensors = map_nest(  # Copies, because training goes on while they are written.
             lambda x: x.detach().to("cpu", copy=True), tensors
         )
         rng, rng_tensors = rng_state()
@@ -66,14 +66,14 @@ class Snapshots:
         return state, {**tensors, "rng": rng_tensors}
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
-        """Bring the learner to where a checkpoint of the same run left it.
+        """Restore the learner's state from a checkpoint of the same run.
 
         Raises:
           ConfigError: the checkpoint was made with another environment or network.
         """
         flags, learner = self._flags, self._learner
         state = found.state
-        # Older checkpoints do not have all flags; without them they were off.
+        # Older checkpoints do not have all flags. Runs without a flag had it off.
         trained = dict.fromkeys(NETWORK_FLAGS, False) | state["flags"]
         for key in ("env", *NETWORK_FLAGS):
             if trained[key] != getattr(flags, key):
@@ -90,7 +90,7 @@ class Snapshots:
         restore_rng(state["rng"], found.tensors["rng"])
         log.info("Run %s goes on from step %d", flags.xpid, learner.step)
         if flags.init_from is not None:
-            log.info("  --init_from %s was for its beginning", flags.init_from)
+            log.info("  --init_from %s is ignored: the run resumes", flags.init_from)
         ours = ranks.whole(vars(flags))
         for key, old in state["flags"].items():
             new = plain(ours.get(key, old))
@@ -100,7 +100,7 @@ class Snapshots:
             log.info("  %s", line)
 
     def _restore_optimizers(self, found: checkpoint.Checkpoint) -> list[str]:
-        """Return what the checkpoint's optimizers had other than this run's."""
+        """Restore the optimizers; describe how their options differ from this run's."""
         ours = self._optimizers
         num_theirs = sum(name.startswith("optimizer") for name in found.state)
         if num_theirs not in (0, len(ours)):
@@ -116,10 +116,10 @@ class Snapshots:
         ]
 
     def take_weights(self, name: str) -> None:
-        """Load the weights, and nothing else, of another run or checkpoint.
+        """Load only the weights of another run or checkpoint.
 
-        Whoever wrote it: all of it is checked, nothing unpickled, and of the rest only
-        a few flags are read, to be shown.
+        Safe for files from strangers: the file is checked and never unpickled. Besides
+        the weights, only a few flags are read, and only for log lines.
         """
         place = Path(name).expanduser()
         if not place.exists():

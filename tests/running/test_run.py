@@ -112,7 +112,7 @@ def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
     flags = ["--init_from", str(savedir / "elsewhere")]  # Which need not exist then.
     assert (again := make_run(savedir, *flags, xpid="old")).resume() is not None
     assert again.learner.step == 200
-    assert "--init_from" in caplog.text and "was for its beginning" in caplog.text
+    assert "--init_from" in caplog.text and "is ignored: the run resumes" in caplog.text
 
 
 @pytest.mark.parametrize("flag", obeyed(monobeast))
