@@ -3,16 +3,16 @@
 
     python -m core.remote.acceptor --listen 0.0.0.0:4431 --folder /tmp/torchbeast-x
 
-A process of its own beside the learner, which starts it (`core.remote.dial_in`). For
-each environment server of a machine that has joined there is a unix socket in the
-private folder. When the learner connects to it, the acceptor asks the machine to dial
-one more connection, and relays bytes between the two. The standard output tells the
-learner about machines that join and leave.
+The learner starts the acceptor as a separate process (`core.remote.dial_in`). For each
+environment server of a machine that has joined, the acceptor has a unix socket in a
+private folder. When the learner connects to this socket, the acceptor asks the machine
+to dial one more connection, and relays bytes between the two connections. It writes to
+standard output which machines join and leave, for the learner.
 
-A connection has HELLO_S to show a valid certificate and to send a valid hello. When
-more than MAX_SILENT connections have not done so, the acceptor closes one of them: the
-oldest from the address with the most of them. So silent connections do not keep honest
-machines out.
+A connection has HELLO_S to show a valid certificate and to send a valid hello. If more
+than MAX_SILENT connections have not done so, the acceptor takes the IP address with the
+most of these connections and closes its oldest one. So silent connections do not keep
+honest machines out.
 """
 
 import argparse
@@ -38,20 +38,20 @@ from core.remote.tunnel import (
     ProtocolError,
     Tasks,
     Tunnel,
-    connect,
+    handle_lines,
     parse_first_line,
     parse_hello,
-    talk,
+    relay_between,
 )
 
 log = logging.getLogger(__name__)
 
-HELLO_S = 5.0  # First line, TLS and hello together; a machine takes less than 1 s.
+HELLO_S = 5.0  # Limit for first line, TLS and hello; a machine takes less than 1 s.
 MAX_SILENT = 256  # Connections that have not sent their hello yet.
 MAX_MACHINES = 1000
-OPEN_S = 3.0  # For a machine to dial a connection; the pool waits as long for TCP.
-LEAVE_S = 10.0  # A machine that joins again within this time has not left.
-BIND_S = 5.0  # For the acceptor of an earlier learner to end.
+OPEN_S = 3.0  # Limit for a machine to dial a connection. The pool's limit for TCP.
+LEAVE_S = 10.0  # A machine that joins again within this time keeps its addresses.
+BIND_S = 5.0  # Time for the acceptor of an earlier learner to end.
 BACKLOG = 1024  # Connections that the kernel accepts while this process is busy.
 
 
@@ -60,10 +60,10 @@ class Machine:
 
     def __init__(self, join: Join, path: str):
         self.join = join
-        self.path = path  # Of its unix sockets, without .0, .1 and so on.
-        self.control: Connection | None = None  # None while it is away.
+        self.path = path  # The path of its unix sockets, without .0, .1 and so on.
+        self.control: Connection | None = None  # None while there is no connection.
         self.listeners: list[asyncio.AbstractServer] = []
-        self.leaves: asyncio.TimerHandle | None = None
+        self.removal: asyncio.TimerHandle | None = None
 
     def sockets(self) -> list[str]:
         return [f"{self.path}.{i}" for i in range(self.join.num_servers)]
@@ -73,8 +73,8 @@ class Acceptor:
     """Accepts machines, and connections of the learner to their servers.
 
     Args:
-      folder: private, for unix sockets.
-      context: None to do without TLS.
+      folder: a private folder for unix sockets.
+      context: for TLS; None: without TLS.
     """
 
     def __init__(
@@ -84,14 +84,15 @@ class Acceptor:
         self._context = context
         self._keepalive_s = keepalive_s
         self._tasks = Tasks()
-        # Connections before their hello, the oldest first, and where they come from.
+        # Connections that have sent no hello, the oldest first, and their IP addresses.
         self._silent: dict[Connection, str] = {}
         self._machines: dict[str, Machine] = {}
-        self._tickets: dict[str, asyncio.Future] = {}  # Of tunnels that are awaited.
+        # By ticket: tunnels that machines were asked to dial.
+        self._tickets: dict[str, asyncio.Future] = {}
         self._listener: asyncio.Server | None = None
 
     async def listen(self, address: str) -> str:
-        """Begin to accept; return the address with its real port.
+        """Start to accept connections; return the address with its real port.
 
         Raises:
           ConfigError: the address cannot be used.
@@ -102,7 +103,9 @@ class Acceptor:
         while self._listener is None:
             try:
                 self._listener = await loop.create_server(
-                    lambda: Connection(lambda c: self._tasks.start(self._meet(c))),
+                    lambda: Connection(
+                        lambda c: self._tasks.start(self._serve_connection(c))
+                    ),
                     host.strip("[]") or "127.0.0.1",
                     int(port),
                     backlog=BACKLOG,
@@ -129,25 +132,25 @@ class Acceptor:
 
     # Connections from the network.
 
-    async def _meet(self, connection: Connection) -> None:
-        """Find out what a new connection is for, and serve it."""
+    async def _serve_connection(self, connection: Connection) -> None:
+        """Read the hello of a new connection, then serve a machine or a tunnel."""
         self._silent[connection] = connection.peer
         if len(self._silent) > MAX_SILENT:
-            self._end_a_silent_one()
+            self._end_oldest_silent()
         try:
             hello = await asyncio.wait_for(self._receive_hello(connection), HELLO_S)
         except (OSError, asyncio.TimeoutError) as error:
-            self._say_refused(connection, error)
+            self._log_refusal(connection, error)
             connection.close()
             return
         finally:
             self._silent.pop(connection, None)
         if isinstance(hello, Join):
-            await self._serve(connection, hello)
+            await self._serve_machine(connection, hello)
             return
         waiting = self._tickets.pop(hello.ticket, None)
         if waiting is None or waiting.done():
-            connection.close()  # It comes too late.
+            connection.close()  # The tunnel comes too late.
         else:
             waiting.set_result(connection)
 
@@ -162,15 +165,15 @@ class Acceptor:
             await connection.encrypt(self._context, is_server=False)
         return parse_hello(await connection.line())
 
-    def _end_a_silent_one(self) -> None:
+    def _end_oldest_silent(self) -> None:
         host, _ = collections.Counter(self._silent.values()).most_common(1)[0]
         oldest = next(c for c, peer in self._silent.items() if peer == host)
         del self._silent[oldest]
         oldest.error = ProtocolError("too many connections without a hello")
         oldest.transport.abort()
 
-    def _say_refused(self, connection: Connection, error: Exception) -> None:
-        """Log why a connection is not accepted. Repetitions are counted, not shown."""
+    def _log_refusal(self, connection: Connection, error: Exception) -> None:
+        """Log why a connection is refused. Repeated lines are only counted."""
         if isinstance(error, asyncio.TimeoutError):
             reason = f"no hello within {HELLO_S:g} s"
         elif isinstance(error, ssl.SSLError):
@@ -181,8 +184,8 @@ class Acceptor:
 
     # Machines.
 
-    async def _serve(self, control: Connection, join: Join) -> None:
-        """Let a machine take part while its connection stands."""
+    async def _serve_machine(self, control: Connection, join: Join) -> None:
+        """Serve a machine until its connection ends."""
         machine = self._machines.get(join.machine)
         if machine is None and len(self._machines) >= MAX_MACHINES:
             control.send(f"full {MAX_MACHINES} machines have joined, the maximum")
@@ -195,14 +198,14 @@ class Acceptor:
             try:
                 machine = await self._add(join)
             except OSError as error:  # Such as too many open files.
-                self._say_refused(control, error)
+                self._log_refusal(control, error)
                 control.close()
                 return
-        if machine.leaves is not None:
-            machine.leaves.cancel()
-            machine.leaves = None
+        if machine.removal is not None:
+            machine.removal.cancel()
+            machine.removal = None
         old, machine.control = machine.control, control
-        if old is not None:  # Of a connection that this side takes for alive.
+        if old is not None:  # The machine lost a connection that seems alive here.
             old.transport.abort()
         name = control.certificate_name()
         log.info(
@@ -228,7 +231,7 @@ class Acceptor:
                 waiting.set_exception(ConnectionResetError("the server is away"))
 
         try:
-            await talk(control, self._keepalive_s, handle)
+            await handle_lines(control, self._keepalive_s, handle)
         except (OSError, asyncio.TimeoutError) as error:
             reason = str(error) or f"silent for {2 * self._keepalive_s:g} s"
         finally:
@@ -243,13 +246,13 @@ class Acceptor:
                 control.peer,
                 reason,
             )
-            machine.leaves = asyncio.get_running_loop().call_later(
+            machine.removal = asyncio.get_running_loop().call_later(
                 0.0 if said_goodbye else LEAVE_S, self._remove, machine
             )
 
     async def _add(self, join: Join) -> Machine:
-        """Make the unix sockets of a machine, and tell the learner."""
-        # "dialed" makes the learner save bytes as it does over TCP.
+        """Create the unix sockets of a machine, and tell the learner."""
+        # "dialed" in the name: the learner saves network traffic, as over TCP.
         path = self._folder / f"dialed-{join.name[:24]}-{join.machine[:8]}"
         machine = self._machines[join.machine] = Machine(join, str(path))
         loop = asyncio.get_running_loop()
@@ -283,7 +286,7 @@ class Acceptor:
     # Connections of the learner.
 
     def _begin(self, machine: Machine, index: int, connection: Connection) -> None:
-        connection.transport.pause_reading()  # Until there is a tunnel.
+        connection.transport.pause_reading()  # Until the tunnel is connected.
         self._tasks.start(self._open(machine, index, connection))
 
     async def _open(self, machine: Machine, index: int, connection: Connection) -> None:
@@ -301,7 +304,7 @@ class Acceptor:
             return
         finally:
             self._tickets.pop(ticket, None)
-        connect(connection, tunnel)
+        relay_between(connection, tunnel)
 
 
 async def accept(flags: argparse.Namespace) -> None:
@@ -321,7 +324,7 @@ async def accept(flags: argparse.Namespace) -> None:
 
 
 def describe(address: str) -> str:
-    """Return an address with a name that other machines may know."""
+    """Return an address with this machine's name in place of 0.0.0.0."""
     host, _, port = address.rpartition(":")
     if host in ("0.0.0.0", "[::]", "::"):
         host = socket.gethostname()

@@ -16,8 +16,8 @@ from core.rollout import leaf_spaces, value_range
 def action_checks(space: gym.Space, actions: Nest) -> list[Callable[[], None]]:
     """Return one function per leaf, which checks the present values of `actions`.
 
-    The functions raise WireError. They do not check the bounds of a Box of floats, as
-    Gymnasium does not: many environments clip actions, and policies rely on that.
+    The functions raise WireError. Like Gymnasium, they do not check the bounds of a Box
+    of floats: many environments clip actions, and policies rely on that.
     """
     pairs = zip(
         leaves(leaf_spaces(space), "action"),
@@ -42,7 +42,7 @@ def _limits(space: gym.Space) -> tuple[Any, Any]:
             return info.min, info.max
         case gym.spaces.Box() if space.dtype.kind != "b":
             return space.low, space.high
-    return 0, 1  # Of bools, seen as bytes.
+    return 0, 1  # Bools, viewed as bytes.
 
 
 def _check_action(

@@ -18,19 +18,19 @@ from core.remote import tls
 
 log = logging.getLogger(__name__)
 
-LOCK_S = 10.0  # For other servers that start to listen in the same folder.
+LOCK_S = 10.0  # Time for other servers to start in the same folder.
 UNIX_PATH_NBYTES = 107  # Limit of Linux's sockaddr_un; other systems allow less.
 DEFAULT_ADDRESS = "unix:/tmp/polybeast"  # As in TorchBeast.
 
 
 def addresses_to_serve(flags: argparse.Namespace) -> list[str]:
-    """Return the address of each server that polybeast_env starts, all of them checked.
+    """Check and return the address of each server that polybeast_env starts.
 
     Raises:
       ConfigError: as `server_addresses` and `check_address`.
     """
     basename = flags.pipes_basename
-    if basename is not None:  # TorchBeast's flag: one server has the suffix .0, too.
+    if basename is not None:  # As in TorchBeast, even a single server has a suffix, .0.
         addresses = [f"{basename}.{i}" for i in range(flags.num_servers)]
     else:
         addresses = server_addresses(flags.server_address, flags.num_servers)
@@ -38,7 +38,7 @@ def addresses_to_serve(flags: argparse.Namespace) -> list[str]:
         check_address(address, tls_dir=flags.tls_dir, insecure=flags.insecure)
     if tls.is_public(addresses[0]) and flags.insecure:
         log.warning(
-            "INSECURE: whoever can connect to %s can use these servers, and the "
+            "INSECURE: anybody who can connect to %s can use these servers, and the "
             "traffic is neither encrypted nor authenticated (--insecure)",
             addresses[0].rpartition(":")[0],
         )
@@ -48,8 +48,9 @@ def addresses_to_serve(flags: argparse.Namespace) -> list[str]:
 def server_addresses(address: str, num_servers: int) -> list[str]:
     """Return the address of each of `num_servers` servers.
 
-    Servers have consecutive ports; port 0 stays 0, and the system chooses a free port.
-    Several unix sockets end in .0, .1 and so on. Without a host it is 127.0.0.1.
+    Servers have consecutive ports. Port 0 stays 0: the system chooses a free port. If
+    there are several unix sockets, they end in .0, .1 and so on. The default host is
+    127.0.0.1.
 
     Raises:
       ConfigError: no server can listen there.
@@ -79,7 +80,7 @@ def server_addresses(address: str, num_servers: int) -> list[str]:
 def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
     """Check that a server may listen at an address. Does not check if a port is free.
 
-    The socket file of a dead server is accepted: the new server replaces it.
+    The socket file of a dead server is no error: the new server replaces it.
 
     Raises:
       ConfigError: other machines can connect and nothing protects the traffic; or the
@@ -87,10 +88,10 @@ def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
     """
     if tls.is_public(address) and tls_dir is None and not insecure:
         raise ConfigError(
-            f"other machines can connect to {address}. Either encrypt the traffic, and "
-            "admit your own learners only: --tls_dir DIR, with a folder that "
-            f"{tls.CERTS_COMMAND} has made. Or let in whoever can reach the port: "
-            "--insecure. For this machine alone listen at 127.0.0.1."
+            f"other machines can connect to {address}. Either encrypt the traffic and "
+            "accept only your own learners: --tls_dir DIR, with a folder that "
+            f"{tls.CERTS_COMMAND} has made. Or accept anybody who can reach the port: "
+            "--insecure. For this machine only, listen at 127.0.0.1."
         )
     if not address.startswith("unix:"):
         return
@@ -122,7 +123,7 @@ def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             return
-        except OSError as error:  # Such as a full backlog: a server is there.
+        except OSError as error:  # For example a full backlog: a server listens.
             raise ConfigError(f"cannot listen at {address}: {error}") from error
     raise ConfigError(
         f"{address} is in use: a live server listens there. Stop it, or choose another "
@@ -131,11 +132,11 @@ def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
 
 
 @contextlib.contextmanager
-def taking(address: str) -> Iterator[None]:
+def claim_address(address: str) -> Iterator[None]:
     """Check a unix socket's path; lock its folder while the block runs.
 
-    gRPC replaces the socket of a live server without an error. The lock keeps two
-    servers that start at the same time from doing so.
+    gRPC replaces the socket of a live server without an error. The lock prevents this
+    if two servers start at the same time.
 
     Raises:
       ConfigError: as `check_address`; or the folder stays locked for LOCK_S.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes beside the learner and beside the servers: acceptor and dialer.
+"""Helper processes of the learner (acceptor) and of the servers (dialer).
 
-`Child` is for the program that starts one, `run` and `tell` for the process itself.
+The program that starts a helper uses `Child`. The helper itself uses `run` and `tell`.
 """
 
 import asyncio
@@ -32,18 +32,18 @@ from core.running.supervise import (
 
 log = logging.getLogger(__name__)
 
-END_S = 3.0  # Time to end; then it is killed.
-QUICK_S = 10.0  # A death after a shorter life counts as a quick one.
+END_S = 3.0  # Time for the process to end; then it is killed.
+QUICK_S = 10.0  # A death within this time after the start counts as quick.
 
 
 class Child:
-    """`python -m MODULE`, started again when it dies. It ends with this process.
+    """A process `python -m MODULE`. It is restarted if it dies, and ends with this one.
 
     Starts no thread, so that this process may still fork. A context manager.
 
     Args:
       name: for log lines.
-      handle: called with what the process tells.
+      handle: called with the arguments of each `tell` in the process.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Child:
         self._budget = RestartBudget()
         self._process: subprocess.Popen | None = None
         self._restart_at: float | None = None  # Monotonic; None while it runs.
-        self._rest = b""  # The begin of a line.
+        self._rest = b""  # The first part of a line that is not complete yet.
         self._last_line = ""
 
     def start(self) -> None:
-        # A session of its own: Ctrl-C reaches only this process, which then ends it.
+        # In a session of its own Ctrl-C does not reach it; this process ends it.
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,  # Closes when this process ends, for any reason.
@@ -91,11 +91,11 @@ class Child:
         self._close()
 
     def check(self) -> None:
-        """Log and handle what the process says; start it again if it has died.
+        """Log and handle the process's output; start the process again if it died.
 
         Raises:
-          ConfigError: it cannot do what the flags say.
-          RuntimeError: it died too often.
+          ConfigError: the process ended because of its flags or certificates.
+          RuntimeError: the process died too often.
         """
         if self._restart_at is not None and time.monotonic() >= self._restart_at:
             self.start()
@@ -114,8 +114,8 @@ class Child:
         wait_s = self._budget.died()
         if wait_s is None:
             raise RuntimeError(
-                f"{self._name} died again and again ({describe_exit(status)}); its "
-                f"last words: {self._last_line}"
+                f"{self._name} died too often ({describe_exit(status)}); the last line "
+                f"of its output: {self._last_line}"
             )
         log.warning(
             "%s ended (%s); starting it again in %.1f s",
@@ -126,7 +126,7 @@ class Child:
         self._restart_at = time.monotonic() + wait_s
 
     def _read(self) -> None:
-        """Handle the lines that are there."""
+        """Handle the lines that the process has written. Does not block."""
         assert self._process is not None and self._process.stdout is not None
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self._process.stdout.fileno(), 1 << 16):
@@ -156,7 +156,7 @@ class Child:
 
 
 def tell(*what: Any) -> None:
-    """Tell the parent, which calls its `handle` with this, if it is still there."""
+    """Make the parent, if it still runs, call its `handle` with these arguments."""
     with contextlib.suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), json.dumps(["tell", *what]).encode() + b"\n")
 
@@ -173,7 +173,7 @@ def run(main: Coroutine[Any, Any, None], folder: Path | None = None) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    send_at_parents_end(signal.SIGCONT)  # A stopped process would not see it.
+    send_at_parents_end(signal.SIGCONT)  # Or a stopped process would stay for ever.
     raise_file_limit()
     try:
         is_orphan = asyncio.run(_run(main))
@@ -186,9 +186,9 @@ def run(main: Coroutine[Any, Any, None], folder: Path | None = None) -> int:
 
 
 async def _run(main: Coroutine[Any, Any, None]) -> bool:
-    """Return whether the parent has ended."""
+    """Run until SIGTERM or the parent's end; return whether the parent has ended."""
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_say)
+    loop.set_exception_handler(_log_unhandled)
     ended = loop.create_future()
 
     def end(is_orphan: bool) -> None:
@@ -205,7 +205,7 @@ async def _run(main: Coroutine[Any, Any, None]) -> bool:
     return ended.done() and ended.result()
 
 
-def _say(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what no task handles, such as that there are no descriptors left."""
+def _log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error that no task handles, such as too many open files."""
     error = context.get("exception")
     log.warning("%s%s", context["message"], f": {error}" if error else "")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode messages as protocol buffers, decode them, and check everything on the way.
+"""Encode messages as protocol buffers; decode and check received messages.
 
-Learner and servers speak protocol buffers, which any language can read. This file needs
+Learner and servers use protocol buffers, which any language can read. This file needs
 only numpy and gymnasium, so that environment machines need not install protobuf. A
-message that is cut off, nested too deeply or unlike the .proto is a `WireError`, never
-a crash and never a large allocation.
+message that is cut off, nested too deeply or different from the .proto raises
+`WireError`. It never causes a crash or a large allocation.
 
     encode(Hello(run_id="x"))  ->  bytes  ->  decode(Hello, data)
 """
@@ -43,10 +43,10 @@ from core.remote.messages import (
 )
 from core.rollout import DTYPES, wrong_bounds
 
-# Of the lower bounds of all Boxes in a message. A few bytes can describe large bounds,
-# for which Gymnasium needs eight times as much memory for a moment.
+# Limit for the size of the lower bounds of all Boxes in a message. A few bytes can
+# describe large bounds, and Gymnasium allocates eight times as much for a moment.
 MAX_BOUNDS_NBYTES = 2**26
-MAX_VALUES = 2**20  # Fields and numbers of one message; Python reads each of them.
+MAX_VALUES = 2**20  # Fields and numbers in one message; Python reads each of them.
 
 M = TypeVar("M")
 
@@ -112,8 +112,8 @@ def varint(value: int) -> bytes:
 
 
 @dataclasses.dataclass
-class _Left:
-    """How much a message may still contain."""
+class _Limits:
+    """What the rest of a message may still contain."""
 
     bounds_nbytes: int = MAX_BOUNDS_NBYTES
     values: int = MAX_VALUES
@@ -122,33 +122,33 @@ class _Left:
 def decode(cls: type[M], data: bytes | memoryview) -> M:
     """Decode a message of class `cls`.
 
-    Skips fields that `cls` does not have: they belong to a later version.
+    Skips fields that `cls` does not have: they are from a later version.
 
     Raises:
       WireError: `data` is malformed; the message names the field.
     """
-    return _decode(cls, data, 0, _Left())
+    return _decode(cls, data, 0, _Limits())
 
 
-def _decode(cls: type[M], data: bytes | memoryview, depth: int, left: _Left) -> M:
+def _decode(cls: type[M], data: bytes | memoryview, depth: int, limits: _Limits) -> M:
     if depth > 4 * MAX_DEPTH:  # A space within a space takes up to three messages.
         raise WireError(f"{cls.__name__}: nested too deeply")
     fields = fields_of(cls)  # type: ignore[arg-type]  # Classes are hashable.
     values: dict[str, Any] = {}
     for number, wire_type, raw in _parse(cls.__name__, memoryview(data)):
-        left.values -= 1
-        if left.values < 0:
+        limits.values -= 1
+        if limits.values < 0:
             raise WireError(f"{cls.__name__}: more than {MAX_VALUES} values in all")
         if number not in fields:
             continue
         name, kind, repeated = fields[number]
         where = f"{cls.__name__}.{name}"
         if repeated and kind in _VARINTS and wire_type == LEN:
-            numbers = itertools.islice(_unpack(where, raw), left.values + 1)
+            numbers = itertools.islice(_unpack(where, raw), limits.values + 1)
             items = tuple(_decode_scalar(kind, v) for v in numbers)
-            left.values -= len(items) - 1
+            limits.values -= len(items) - 1
         else:
-            items = (_decode_value(where, kind, wire_type, raw, depth, left),)
+            items = (_decode_value(where, kind, wire_type, raw, depth, limits),)
         if repeated:
             values.setdefault(name, []).extend(items)
         elif name in values:
@@ -224,7 +224,7 @@ def _unpack(where: str, data: memoryview) -> Iterator[int]:
 
 
 def _decode_value(
-    where: str, kind: Any, wire_type: int, raw: Any, depth: int, left: _Left
+    where: str, kind: Any, wire_type: int, raw: Any, depth: int, limits: _Limits
 ) -> Any:
     is_i64 = kind in ("fixed64", "double")
     expected = VARINT if kind in _VARINTS else I64 if is_i64 else LEN
@@ -248,14 +248,14 @@ def _decode_value(
             raise WireError(f"{where}: expected UTF-8: {error}") from None
     if kind in _CONVERTED:
         conversion = _CONVERTED[kind]
-        message: Any = _decode(conversion.message, raw, depth + 1, left)
+        message: Any = _decode(conversion.message, raw, depth + 1, limits)
         try:
-            return conversion.from_message(message, left)
+            return conversion.from_message(message, limits)
         except WireError:
             raise
         except Exception as error:  # Gymnasium asserts, numpy raises.
             raise WireError(f"{where}: {error}: {message!s:.200}") from None
-    return _decode(kind, raw, depth + 1, left)
+    return _decode(kind, raw, depth + 1, limits)
 
 
 def _decode_scalar(kind: str, value: int) -> int:
@@ -281,7 +281,7 @@ def decode_welcome(data: bytes) -> Welcome:
 class _Conversion:
     message: type
     to_message: Callable[[Any], Any]
-    from_message: Callable[[Any, _Left], Any]
+    from_message: Callable[[Any, _Limits], Any]
 
 
 def _key_message(key: str | int) -> Key:
@@ -347,15 +347,15 @@ def _one_or_all(bounds: np.ndarray, dtype: np.dtype) -> bytes:
     return first if data == first * bounds.size else data
 
 
-def _gym_space(message: Space, left: _Left) -> gym.Space:
+def _gym_space(message: Space, limits: _Limits) -> gym.Space:
     match message.value:
         case Box(dtype, shape, low, high):
             if dtype not in DTYPES:
                 raise WireError(f"Box.dtype: {dtype!r:.80}")
             numbers = np.dtype(dtype)
             check_shape("Box", shape, numbers)
-            left.bounds_nbytes -= ArraySpec(shape, numbers).nbytes
-            if left.bounds_nbytes < 0:
+            limits.bounds_nbytes -= ArraySpec(shape, numbers).nbytes
+            if limits.bounds_nbytes < 0:
                 raise WireError(
                     f"Box.shape: {numbers}{list(shape)} and those before have more "
                     f"than {MAX_BOUNDS_NBYTES} bytes"
@@ -394,7 +394,7 @@ def _bounds(data: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 
 
 _CONVERTED = {
-    "key": _Conversion(Key, _key_message, lambda key, left: key.value),
-    "value": _Conversion(Value, _value_message, lambda value, left: value.value),
+    "key": _Conversion(Key, _key_message, lambda key, limits: key.value),
+    "value": _Conversion(Value, _value_message, lambda value, limits: value.value),
     "space": _Conversion(Space, space_message, _gym_space),
 }

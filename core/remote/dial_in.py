@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines that dial in, as the programs on both sides see them.
+"""Machines that dial in: the classes that the two programs use.
 
-`DialedIn` is for the learner (--listen), `DialsOut` for polybeast_env
-(--learner_address). The connections between them are made by `core.remote.acceptor` and
-`dialer`, and `tunnel` says how.
+The learner uses `DialedIn` (--listen), and polybeast_env uses `DialsOut`
+(--learner_address). `core.remote.acceptor` and `core.remote.dialer` make the
+connections; `core.remote.tunnel` describes them.
 """
 
 import argparse
@@ -20,23 +20,24 @@ from core.remote.child import Child
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.02  # Between two looks at an acceptor that starts.
+LOOK_S = 0.02  # Interval of checks while the acceptor starts.
 
 
 class DialedIn:
     """The servers of the machines that have dialed in. A context manager.
 
-    Starts the acceptor, and starts it again if it dies. `addresses` is for one thread.
+    Starts the acceptor, and starts it again if it dies. Only one thread may call
+    `addresses`.
 
     Raises:
       ConfigError: the acceptor cannot listen.
     """
 
     def __init__(self, flags: argparse.Namespace):
-        self.address = ""  # Where the acceptor listens; "" if it does not yet.
-        # The begin of the paths of a machine's sockets, and how many there are.
+        self.address = ""  # Where the acceptor listens; "" before it listens.
+        # By machine: its sockets' path without .0, .1..., and the number of sockets.
         self._machines: dict[str, int] = {}
-        # Of an acceptor that has died: these machines have not dialed in again yet.
+        # Machines that have not dialed in again since the acceptor died.
         self._missing: set[str] = set()
         self._missing_until = 0.0
         self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
@@ -46,14 +47,14 @@ class DialedIn:
             command += ["--tls_dir", flags.tls_dir]
         elif tls.is_public(flags.listen):
             log.warning(
-                "INSECURE: whoever can connect to %s can take part in this run, and "
-                "the traffic is neither encrypted nor authenticated (--insecure)",
+                "INSECURE: anybody who can connect to %s can take part in this run, "
+                "and the traffic is neither encrypted nor authenticated (--insecure)",
                 flags.listen,
             )
         self._child = Child("The acceptor", command, self._handle)
         self._child.start()
         try:
-            while not self.address:  # Until it listens, or says why it cannot.
+            while not self.address:  # `check` raises if the acceptor cannot listen.
                 self._child.check()
                 time.sleep(LOOK_S)
         except BaseException:
@@ -68,7 +69,7 @@ class DialedIn:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def addresses(self) -> list[str]:
-        """Return the address of each server of the machines that take part now.
+        """Return the addresses of all servers of the machines that have joined.
 
         Raises:
           RuntimeError: the acceptor died too often.
@@ -102,8 +103,8 @@ class DialsOut:
     """Dials the learners of --learner_address, if there are any. A context manager.
 
     Attributes:
-      flags: as given; with --learner_address the servers are at unix sockets in a
-        private folder.
+      flags: the program's flags; with --learner_address changed such that the servers
+        listen at unix sockets in a private folder.
     """
 
     def __init__(self, flags: argparse.Namespace):
@@ -124,7 +125,7 @@ class DialsOut:
         if flags.tls_dir is not None:
             tls.read(flags.tls_dir, is_server=True)  # Before the servers start.
             command += ["--tls_dir", flags.tls_dir]
-            where["tls_dir"] = None  # The dialer encrypts, not the servers.
+            where["tls_dir"] = None  # The dialer does TLS; the servers do not.
         elif any(map(tls.is_public, flags.learner_address)):
             log.warning(
                 "INSECURE: the traffic with the learner is neither encrypted nor "
@@ -138,10 +139,10 @@ class DialsOut:
             self._child.start()
 
     def check(self) -> None:
-        """Log what the dialer says; start it again if it has died.
+        """Log the dialer's output; start the dialer again if it died.
 
         Raises:
-          ConfigError: a learner has never let this machine in, and will not.
+          ConfigError: a learner has refused this machine several times from the start.
           RuntimeError: the dialer died too often.
         """
         if self._child is not None:

@@ -3,10 +3,10 @@
 
     python -m core.remote.dialer --learner_address learner:4431 ...
 
-A process of its own beside the servers; polybeast_env starts it. It tells the learner's
-acceptor how many servers there are, keeps that connection open, and dials one more
-whenever the acceptor asks for a connection to a server. It tries for ever to reach a
-learner that is away.
+polybeast_env starts the dialer as a separate process. The dialer connects to the
+learner's acceptor, sends the number of servers, and keeps this connection open. When
+the acceptor asks for a connection to a server, the dialer dials one more connection. If
+it cannot reach the learner, it tries for ever.
 """
 
 import argparse
@@ -27,32 +27,32 @@ from core.remote.tunnel import (
     Connection,
     ProtocolError,
     Tasks,
-    connect,
     first_line,
-    talk,
+    handle_lines,
+    relay_between,
 )
 
 log = logging.getLogger(__name__)
 
-DIAL_S = 10.0  # For TCP, TLS and the first answer.
-FIRST_WAIT_S, MAX_WAIT_S = 0.1, 5.0  # Between two attempts.
-MAX_REFUSALS = 5  # In a row, before the first welcome, that end the program.
+DIAL_S = 10.0  # Limit for TCP, TLS and the first answer.
+FIRST_WAIT_S, MAX_WAIT_S = 0.1, 5.0  # Waits between two attempts.
+MAX_REFUSALS = 5  # As many refusals in a row before the first welcome end the program.
 MAX_DIALING = 16  # Tunnels that are dialed at the same time.
 OPEN = re.compile(r"open ([0-9a-f]{32}) (\d{1,5})", re.ASCII)
 
 
 class Refused(ConnectionError):
-    """The dialer and the acceptor do not accept each other. A retry rarely helps."""
+    """The dialer or the acceptor refuses the other side. A retry rarely helps."""
 
 
 class Link:
-    """Takes part in the run of one learner.
+    """Connects this machine's servers to one learner.
 
     Args:
       learner: host:port.
       sockets: paths of the unix sockets of the servers for this learner.
       machine: 32 hexadecimal digits, the name of this machine for acceptors.
-      context: None to do without TLS.
+      context: for TLS; None: without TLS.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Link:
         self._tasks = Tasks()
         self._dialing = asyncio.Semaphore(MAX_DIALING)
         self._wait_s = FIRST_WAIT_S
-        self._was_welcome = False  # At any time.
+        self._was_welcome = False  # Whether the learner has ever accepted this machine.
 
     async def stay(self) -> None:
         """Join, and join again whenever the connection is lost. Ends when cancelled.
 
         Raises:
-          ConfigError: the learner has never let this machine in, and will not.
+          ConfigError: the learner has refused this machine MAX_REFUSALS times.
         """
         refusals = 0
         try:
@@ -90,7 +90,7 @@ class Link:
                     text = f"{self._explain(error)}"
                     if refusals == MAX_REFUSALS and not self._was_welcome:
                         raise ConfigError(text) from error
-                    log.warning("%s; trying on", text)
+                    log.warning("%s; trying again", text)
                 await asyncio.sleep(random.uniform(0.5, 1.0) * self._wait_s)
                 self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
         finally:
@@ -106,7 +106,7 @@ class Link:
         return f"No connection to the learner at {self._learner}: {reason}"
 
     async def _take_part(self) -> None:
-        """Join, and dial what the acceptor asks for, until the connection ends."""
+        """Join, and dial as the acceptor asks, until the connection ends."""
         control = await asyncio.wait_for(self._dial(self._join), DIAL_S)
         try:
             answer = await asyncio.wait_for(control.line(), DIAL_S)
@@ -122,7 +122,7 @@ class Link:
                 path = self._sockets[int(match[2])]
                 self._tasks.start(self._open(control, match[1], path))
 
-            await talk(control, self._keepalive_s, handle)
+            await handle_lines(control, self._keepalive_s, handle)
         except asyncio.CancelledError:
             control.send("bye")
             raise
@@ -144,10 +144,10 @@ class Link:
                 log.warning("%s", self._explain(error))
             control.send(f"gone {ticket}")
             return
-        connect(server, tunnel)
+        relay_between(server, tunnel)
 
     async def _dial(self, hello: str) -> Connection:
-        """Return a new connection to the acceptor that has said `hello`."""
+        """Dial the acceptor, send `hello`, and return the connection."""
         host, _, port = self._learner.rpartition(":")
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
@@ -173,7 +173,7 @@ class Link:
 
 
 async def dial(flags: argparse.Namespace) -> None:
-    """Stay connected to all learners; each has its share of the servers."""
+    """Stay connected to all learners. Each learner gets a share of the servers."""
     context = tls.context(flags.tls_dir, is_server=True)
     sockets = [f"{flags.basename}.{i}" for i in range(flags.num_servers)]
     n = len(flags.learner_address)

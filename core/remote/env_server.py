@@ -25,9 +25,9 @@ from core.remote import codec, messages, tls
 from core.remote.addresses import (
     DEFAULT_ADDRESS,
     check_address,
+    claim_address,
     reason_not_bound,
     server_addresses,
-    taking,
 )
 from core.remote.grpc_settings import grpc, server_options
 from core.remote.health import Health
@@ -36,11 +36,11 @@ from core.remote.places import Places
 from core.remote.service import ServerOptions, Service, WrongProtocol
 from core.remote.stream import Stream, details
 
-GRACE_S = 0.5  # For streams in the middle of a step when the server stops.
-HEADERS_NBYTES = 64 * 1024  # Of a received message, besides its arrays.
-SPARE_THREADS = 16  # For streams without a place, Describe and health checks.
+GRACE_S = 0.5  # Time for streams in the middle of a step when the server stops.
+HEADERS_NBYTES = 64 * 1024  # Limit for a received message without its arrays.
+SPARE_THREADS = 16  # Threads for streams without a place, Describe and health checks.
 
-# Servers of this process: forked children must not keep their sockets open.
+# The servers of this process. A forked child closes their sockets.
 _serving: "weakref.WeakSet[Server]" = weakref.WeakSet()
 
 
@@ -51,8 +51,8 @@ class Server:
     which begin with the stream and end with it.
 
     Args:
-      env_class: creates one environment, of Gymnasium or classic gym: its class, or a
-        function.
+      env_class: a class or function that creates one environment, of Gymnasium or of
+        classic gym.
       server_address: host:port or unix:/path.
       options: the fields of `ServerOptions`, such as `num_envs` and `num_streams`.
     """
@@ -76,15 +76,15 @@ class Server:
         self._service: Service | None = None
 
     def start(self) -> str:
-        """Begin to serve, in threads; return the address with its real port.
+        """Start to serve, in threads; return the address with its real port.
 
-        Creates one environment, to ask for its spaces, and closes it.
+        Creates one environment to read its spaces, and closes it.
 
         Raises:
           ConfigError: the environment or the address cannot be served.
         """
         options = self._options
-        # Check the address first: it takes less time than making an environment.
+        # Check the address first: this is faster than creating an environment.
         check_address(self.address, tls_dir=options.tls_dir, insecure=options.insecure)
         credentials = self._credentials()
         assert self._progress is not None
@@ -92,7 +92,7 @@ class Server:
             self._service = Service(self._env_class, options, self._progress[0, 1:])
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        # For the streams that have a place and as many that have not said Hello.
+        # Threads for streams with a place, and for as many that have sent no Hello.
         num_threads = 2 * options.num_streams + SPARE_THREADS
         action_nbytes = len(self._service.action_frame())
         self._server = grpc.server(
@@ -116,7 +116,7 @@ class Server:
     def _listen(self, credentials: grpc.ServerCredentials | None) -> None:
         assert self._server is not None
         is_unix = self.address.startswith("unix:")
-        with taking(self.address):
+        with claim_address(self.address):
             umask = os.umask(0o177) if is_unix else None  # Only this user may connect.
             try:
                 if credentials is None:
@@ -140,12 +140,12 @@ class Server:
         self.places.goodbye = self._stops.get()
         self.health.stop_serving()
         # Streams in a step finish the step and say goodbye. Streams that wait for an
-        # action are cut off after the grace.
+        # action end after GRACE_S.
         self._server.stop(GRACE_S).wait()
 
     def stop(self, reason: str = "the server was stopped") -> None:
-        """Make `run` return soon. May be called again, and by a signal handler."""
-        self._stops.put(reason)  # Reentrant, unlike an Event.
+        """Make `run` return soon. May be called twice, and by a signal handler."""
+        self._stops.put(reason)  # A SimpleQueue is reentrant; an Event is not.
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         pem_files = tls.read(self._options.tls_dir, is_server=True)
@@ -161,7 +161,7 @@ class Server:
         return Stream(self._service, self.places, requests, context).serve()
 
     def _describe(self, request: bytes, context: Any) -> bytes:
-        """Return the Welcome that a learner's Hello would get, without a stream."""
+        """Return the Welcome for a learner's Hello, without starting a stream."""
         assert self._service is not None
         try:
             hello = codec.decode(Hello, request)
@@ -174,7 +174,7 @@ class Server:
 
 
 def _close_sockets() -> None:
-    """Close servers' sockets in a forked child: the listening and the connected."""
+    """Close the servers' sockets, listening and connected, in a forked child."""
     own = {server.address for server in _serving}
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         fd = int(name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step and Action, the two messages of every step, written and read in place.
+"""Write and read Step and Action, the two messages of every step, without copies.
 
 `Frame` is one message whose arrays are views of its bytes. `Steps` makes a server's
-Steps and sends only the newest frame of each frame stack where that is enough.
+Steps, with only the newest frame of a frame stack if the learner has the other frames.
 """
 
 import ctypes
@@ -27,8 +27,9 @@ from core.remote.messages import (
 )
 from core.rollout import DTYPES, spec_of, value_range
 
-# An observation with so many entries along the first axis, and at least so many bytes,
-# may be a stack of frames. The comparison costs little next to making such an array.
+# An observation may be a stack of frames if the length of its first axis is in
+# STACK_FRAMES and it has at least MIN_STACK_NBYTES. Comparing such arrays in each step
+# takes little time compared with creating them.
 STACK_FRAMES = range(2, 17)
 MIN_STACK_NBYTES = 4096
 
@@ -64,10 +65,10 @@ class Frame:
     """The bytes of a Step or an Action, laid out once for all steps of a stream.
 
     All Steps of a stream have the same length and differ only in `seq` and in the
-    contents of the arrays. So there is one message. Everything else is written once,
-    and `arrays` are numpy views of the bytes in between. `encode` returns this very
-    message: send it or copy it before you write the next one. (Learner and server take
-    turns, so the message has arrived before the next one is written.)
+    contents of the arrays. So one message object is enough: its other bytes are written
+    once, and `arrays` are numpy views of the bytes that change. `encode` always returns
+    this object, so send or copy it before you write the next message. (Learner and
+    server take turns, so a message has arrived before the next one is written.)
 
     Args:
       kind: Step or Action.
@@ -93,7 +94,7 @@ class Frame:
         # The wire is little-endian, as most machines are.
         dtypes = [array.spec.dtype.newbyteorder("<") for array in arrays]
         sizes = [math.prod(s) * dtype.itemsize for s, dtype in zip(shapes, dtypes)]
-        # Each array, and the whole message, is a tag, a number of bytes, the bytes.
+        # An array, and also the whole message, is a tag, a number of bytes, the bytes.
         heads = [tag(2, LEN) + varint(size) for size in sizes]
         tail = tag(3, VARINT) + varint(1) if newest_frames else b""
         body = 9 + sum(map(len, heads)) + sum(sizes) + len(tail)
@@ -102,8 +103,8 @@ class Frame:
         head = tag(number, LEN) + varint(body) + tag(1, I64)
         self._seq = slice(len(head), len(head) + 8)
         # grpcio sends only `bytes`. Writing into a `bytes` object saves a copy of every
-        # observation. It is allowed, as with PyBytes_FromStringAndSize, while no other
-        # code has seen the object.
+        # observation. As with PyBytes_FromStringAndSize, this is allowed as long as no
+        # other code has seen the object.
         self._message = bytes(len(head) + body - 1)
         self.data = _contents(self._message)
         self._fixed = [(0, len(head), head)]  # Begin, end and bytes of fixed parts.
@@ -142,8 +143,8 @@ class Frame:
         ):
             self.data[:] = message
             return int.from_bytes(message[self._seq], "little"), False
-        # It may still be an Action: `whole` may be set, fields may have another order,
-        # and a `seq` of 0 may be absent.
+        # It may still be an Action: `whole` may be set, fields may come in another
+        # order, and a `seq` of 0 may be missing.
         action = decode(ToServer, message).action
         if action is None:
             raise WireError("expected an Action, got another Hello")
@@ -188,22 +189,22 @@ def with_stacks(arrays: Sequence[Array]) -> tuple[Array, ...]:
 class Steps:
     """The Steps of a stream, with only the newest frames of stacks where possible.
 
-    Write a whole row into the first entry of `arrays` ([K, *shape] each) and `encode`,
-    then write the next row into the next entry, and so on in turn.
+    Write a whole row into the first entry of `arrays` ([K, *shape] each) and call
+    `encode`; write the next row into the next entry, and so on in turn.
 
-    The contents show whether an array is a stack of frames: in all K environments its
-    frames are those of the step before without the oldest, and one new frame. Otherwise
-    (an episode has begun, or the array is no stack) the Step is whole.
+    Each Step is compared with the one before. If in all K environments the older frames
+    of an array equal the newer frames of the step before, only its newest frames are
+    sent. Otherwise (an episode has begun, or the array is no stack) the Step is whole.
 
     Args:
-      arrays: as in the Welcome; arrays that may be stacks are marked.
+      arrays: as in the Welcome; `stack` marks arrays that may be stacks.
       num_envs: K.
       newest_frames: as in the Hello; if False all Steps are whole.
     """
 
     def __init__(self, arrays: Sequence[Array], num_envs: int, *, newest_frames: bool):
         self._stacks = [i for i, a in enumerate(arrays) if a.stack and newest_frames]
-        # Two frames in turn: the comparison needs the row before.
+        # Two frames in turn, because the comparison needs the row before.
         self._frames = [
             Frame(Step, arrays, num_envs) for _ in range(2 if self._stacks else 1)
         ]
@@ -211,9 +212,9 @@ class Steps:
         if not self._stacks:
             return
         self._newest = Frame(Step, arrays, num_envs, newest_frames=True)
-        # `_begins` is where an environment's older frames must be in a message, `older`
-        # where they were in the message before. `_copies` are the parts of the whole
-        # message that go into the short one.
+        # By environment: `_begins` is the position of the older frames in a message;
+        # `older` is the slice of the same frames in the message before. `_copies` are
+        # the slices of the whole message that are copied to the short message.
         self._begins: list[int] = []
         older: list[slice] = []
         self._copies: list[tuple[slice, slice]] = []
@@ -241,7 +242,7 @@ class Steps:
             return message
         self._frames.reverse()
         self._older.reverse()
-        # `startswith` keeps the GIL, unlike numpy. Releasing it would cost more.
+        # `startswith` keeps the GIL, unlike numpy: releasing it would take longer.
         if whole or not all(map(message.startswith, self._older[0], self._begins)):
             return message
         for to, place in self._copies:
@@ -250,7 +251,7 @@ class Steps:
 
 
 def _contents(data: bytes) -> memoryview:
-    """Return the memory of a `bytes` object, writable."""
+    """Return the memory of a `bytes` object as a writable view."""
     begin = id(data) + bytes.__basicsize__ - 1  # CPython's layout; -1 for the final 0.
     memory = (ctypes.c_char * len(data)).from_address(begin)
     memory.owner = data  # type: ignore[attr-defined]  # Keeps `data` alive.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner's first contact: wait for a server, and check that both sides fit.
+"""Wait for the first server, and check that its environments fit the learner's flags.
 
 For the learner only: imports libtorchbeast.
 """
@@ -16,7 +16,7 @@ from core.action_spaces import check_spaces
 from core.errors import ConfigError
 from core.remote import codec, messages, tls
 from core.remote.local_servers import LocalServers
-from core.remote.server_flags import describe_new
+from core.remote.server_flags import describe_new_rollouts
 from core.remote.server_lists import ServerList
 from core.rollout import new_rollouts
 from core.running import common_flags
@@ -24,23 +24,23 @@ from core.running.signals import StopSignal
 
 log = logging.getLogger(__name__)
 
-DESCRIBE_S = 2.0  # Time limit of one request; the next server is asked after that.
-MAX_REFUSALS = 5  # In a row, of our certificate by one server, that end the program.
-EMPTY_S = 0.2  # Between two looks at a list without servers.
-SAY_WAITING_S = 10.0  # Between two log lines while no server answers.
+DESCRIBE_S = 2.0  # Limit for one request; then the learner asks the next server.
+MAX_REFUSALS = 5  # If one server refuses our certificate so often, the program ends.
+EMPTY_S = 0.2  # Interval of checks while the list of servers is empty.
+SAY_WAITING_S = 10.0  # Interval of log lines while no server answers.
 
 
 def greet(
     flags: argparse.Namespace, servers: LocalServers | ServerList, stop: StopSignal
 ) -> messages.Welcome | None:
-    """Ask one server after another what it serves, until one answers.
+    """Ask one server after another for its Welcome, until one answers.
 
-    Servers of --server_addresses may start as late as they like, and a list of them may
-    be empty for as long. Returns None after a signal to stop.
+    Servers of --server_addresses may start at any time, and their list may be empty for
+    any time. Returns None after a signal to stop.
 
     Raises:
-      ConfigError: the servers cannot serve, or cannot serve this learner, or a
-        certificate is wrong; or a name could not be resolved for --stall_timeout_s.
+      ConfigError: the servers have an error or do not fit this learner, a certificate
+        is wrong, or a name could not be resolved for --stall_timeout_s.
       TimeoutError: local servers did not answer within --stall_timeout_s.
     """
     began = say_at = time.monotonic()
@@ -56,7 +56,8 @@ def greet(
         if servers.is_local and is_late:
             raise TimeoutError(
                 f"no environment server was ready within {flags.stall_timeout_s:g} "
-                "s (--stall_timeout_s). Does the environment start by itself?"
+                "s (--stall_timeout_s). Check the environment: python -m "
+                "core.environments.check ENV"
             )
         addresses = servers.addresses
         if not addresses:
@@ -64,8 +65,8 @@ def greet(
             why = servers.problem()
             if is_late and "cannot resolve" in why:
                 raise ConfigError(
-                    f"{why}. So it has been for {flags.stall_timeout_s:g} s "
-                    "(--stall_timeout_s). Is the name right?"
+                    f"{why}, for {flags.stall_timeout_s:g} s (--stall_timeout_s). "
+                    "Check the name."
                 )
             if time.monotonic() > say_at:
                 say_at = time.monotonic() + SAY_WAITING_S
@@ -96,7 +97,7 @@ def greet(
 
 
 def add_tls_reason(text: str, flags: argparse.Namespace) -> str:
-    """Append to a message about a server what is wrong with TLS, if anything is.
+    """Append the TLS error to a message about a server, if there is one.
 
     Args:
       text: begins with the server's address.
@@ -119,19 +120,19 @@ def warn_if_insecure(flags: argparse.Namespace) -> None:
 def complete_flags(
     flags: argparse.Namespace, welcome: messages.Welcome
 ) -> argparse.Namespace:
-    """Return the flags with the servers' environment; check that the two fit.
+    """Return the flags with the servers' environment; check the flags against it.
 
     Raises:
-      ConfigError: --env, --batch_size or --xpid does not fit what the servers serve,
-        or no policy fits their spaces.
+      ConfigError: --env, --batch_size or --xpid does not fit the servers, or no policy
+        fits their spaces.
     """
     assert welcome.observation is not None and welcome.action is not None
     check_spaces(welcome.observation, welcome.action)
     B, K = new_rollouts(flags), welcome.num_envs
     if B % K:
-        enough = -(-B // K) * K  # New rollouts.
+        enough = -(-B // K) * K  # The next multiple of K, in new rollouts.
         raise ConfigError(
-            f"{describe_new(flags)} but must be a multiple of the servers' "
+            f"{describe_new_rollouts(flags)} but must be a multiple of the servers' "
             f"--envs_per_stream ({K}): a stream makes {K} rollouts at a time. Try "
             f"--batch_size {flags.batch_size * enough // B}, or start the servers with "
             "another --envs_per_stream."

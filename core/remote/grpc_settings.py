@@ -9,13 +9,13 @@ import os
 import sys
 from importlib import metadata
 
-# gRPC's support for fork stops its threads before each fork and starts them after it,
-# which blocks a server whose environment forks a worker. No such worker uses this gRPC.
+# gRPC's support for fork stops its threads before each fork and starts them again after
+# it. This blocks a server whose environment forks a worker. Workers do not use gRPC.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 # Since 1.80 grpcio polls in its own threads besides Python's, which takes a third more
-# CPU for each message (benchmarks/transport.py). This setting restores the old way.
-# Remove it again after the import: gRPC in child processes may not know the word.
+# CPU for each message (benchmarks/transport.py). This setting restores the old polling.
+# Remove it after the import: gRPC in child processes may not know the setting.
 if (
     "GRPC_EXPERIMENTS" not in os.environ
     and "grpc" not in sys.modules
@@ -36,14 +36,13 @@ def server_options(
     """Return gRPC's options for a server."""
     keepalive_ms = round(1000 * keepalive_s)
     options = {
-        # The learner pings as often as it likes: it must notice soon that this server
-        # is gone.
+        # No limit for the learner's pings, by which it notices that a server is gone.
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.http2.max_pings_without_data": 0,
         "grpc.http2.max_ping_strikes": 0,
-        "grpc.server_handshake_timeout_ms": 5_000,  # For peers that connect and stop.
-        # Old versions of gRPC do not limit how much a message inflates; learners do
-        # not compress.
+        "grpc.server_handshake_timeout_ms": 5_000,  # Ends peers that connect and stop.
+        # Old versions of gRPC do not limit the size of a decompressed message. Learners
+        # do not compress.
         "grpc.compression_enabled_algorithms_bitset": 1,  # None.
         "grpc.per_message_decompression": 0,
         "grpc.so_reuseport": 0,  # Otherwise two servers could share a port unnoticed.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grpc.health.v1: load balancers, Kubernetes and people ask whether a server serves.
+"""grpc.health.v1: tells load balancers, Kubernetes and people whether a server serves.
 
-Written by hand because grpcio-health-checking would bring protobuf to the environment
-machines, for messages of one field.
+Written by hand, because grpcio-health-checking would require protobuf on environment
+machines, for messages with one field.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from core.remote import codec, messages
 from core.remote.grpc_settings import grpc
 
 MAX_WATCHERS = 4  # Each call of Watch occupies a thread.
-SERVICES = ("", "torchbeast.EnvServer")  # "" asks for the server as a whole.
+SERVICES = ("", "torchbeast.EnvServer")  # "" means the whole server.
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
 
@@ -47,7 +47,7 @@ class Health:
         )
 
     def stop_serving(self) -> None:
-        """Say NOT_SERVING from now on, to watchers at once."""
+        """Answer NOT_SERVING from now on, and send it to watchers at once."""
         with self._changed:
             self._status = NOT_SERVING
             self._changed.notify_all()

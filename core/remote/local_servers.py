@@ -27,7 +27,7 @@ from core.running.supervise import (
 log = logging.getLogger(__name__)
 
 EXIT_S = 3.0  # Time for the servers to end; then they are killed.
-LAST_LINES_S = 0.2  # Time to read what a process that has ended wrote.
+LAST_LINES_S = 0.2  # Time to read the last output of a process that has ended.
 
 
 class LocalServers:
@@ -54,15 +54,15 @@ class LocalServers:
         self._command = command
         self._budget = RestartBudget()
         self._delivered = 0  # Steps received before the present supervisor started.
-        self._restart_at: float | None = None  # Monotonic; None while they run.
+        self._restart_at: float | None = None  # Monotonic; None while servers run.
         self._last_line = ""
         self.restarts = 0  # Restarts of servers so far.
         self._start()
 
     def _start(self) -> None:
-        # A session of its own, for two reasons. Ctrl-C reaches only this process, which
-        # then ends the servers. And Linux divides the cores between sessions first
-        # (autogroup), which suits the learner and the servers.
+        # The servers have a session of their own for two reasons. Ctrl-C reaches only
+        # this process, which then ends the servers. And Linux divides the cores between
+        # sessions first (autogroup), so that learner and servers get equal shares.
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,  # Closes when this process ends, for any reason.
@@ -97,7 +97,7 @@ class LocalServers:
             terminal.log_output(text, level)
 
     def check(self, received: int = 0) -> None:
-        """Start the supervisor again if it was killed. Its servers ended with it.
+        """Start the supervisor again if it was killed, which also ends its servers.
 
         Args:
           received: number of environment steps received from the servers so far.
@@ -108,8 +108,8 @@ class LocalServers:
         """
         if self._restart_at is not None:
             late_s = time.monotonic() - self._restart_at
-            # The new servers take the addresses of the old ones, so wait until the last
-            # old server has ended: that closes the output.
+            # The new servers use the addresses of the old ones. So wait until the last
+            # old server has ended, which closes the pipe of their output.
             if late_s >= 0 and (self._reader.done() or late_s > EXIT_S):
                 self._restart_at = None
                 self._start()
@@ -127,8 +127,8 @@ class LocalServers:
         wait_s = self._budget.died() if status <= 0 else None
         if wait_s is None:
             raise RuntimeError(
-                f"the environment servers ended ({describe_exit(status)}); their last "
-                f"words: {self._last_line}"
+                f"the environment servers ended ({describe_exit(status)}); the last "
+                f"line of their output: {self._last_line}"
             )
         self._restart_at = time.monotonic() + wait_s
         self.restarts += len(self.addresses)

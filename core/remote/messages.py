@@ -14,12 +14,12 @@ from core.rollout import DTYPES
 
 PROTOCOL = 1  # Version of proto/torchbeast.proto.
 
-# A message with more than this is malformed.
+# A message that exceeds one of these limits is malformed.
 MAX_ARRAYS = 4096
-MAX_DEPTH = 16  # Of nested spaces, and of keys in a path.
+MAX_DEPTH = 16  # Depth of nested spaces, and number of keys in a path.
 MAX_RANK = 16
-MAX_NBYTES = 2**28  # Of one array of one environment.
-MAX_NAME = 200  # Characters of the name of an environment or an option.
+MAX_NBYTES = 2**28  # Size of one array of one environment.
+MAX_NAME = 200  # Characters in the name of an environment or an option.
 MAX_OPTIONS = 64
 MAX_ERROR = 1000  # Characters of an error's text, which may quote the message.
 
@@ -78,7 +78,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option with which an environment was made."""
+    """One option with which an environment was created."""
 
     name: str = field(1, "string", "")
     value: bool | int | float | str | None = field(2, "value")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Places`: who may have a stream, and until when.
+"""`Places`: limits the streams of a server.
 
 A server has S places. The server ends a stream that sends no Hello within HELLO_S.
 After its Hello a stream gets a place, or the server tells the learner that it is busy.
@@ -16,9 +16,9 @@ import numpy as np
 
 from core.remote.messages import Hello
 
-HELLO_S = 5.0  # For a stream to say Hello; a learner does so at once.
-TAKEOVER_S = 5.0  # For the last step of a stream whose learner has come back.
-SPARE_SILENT = 4  # Streams before their Hello, besides one for each place.
+HELLO_S = 5.0  # Limit for a stream's Hello; a learner sends it at once.
+TAKEOVER_S = 5.0  # Time for a learner's old stream to end after the learner came back.
+SPARE_SILENT = 4  # S + SPARE_SILENT streams may wait without a Hello.
 
 
 class Busy(Exception):
@@ -32,11 +32,11 @@ class Place:
     run_id: str
     first_env_id: int
     progress: np.ndarray  # [2] float64: a row of `ServerOptions.progress`.
-    index: int  # Of that row.
+    index: int  # The number of that row.
     peer: str
-    since: str  # Time of the wall clock, for people.
+    since: str  # Wall clock time, for messages.
     cancel: Callable[[], Any]
-    is_closing: bool = False  # The stream closes its environments.
+    is_closing: bool = False  # Whether the stream is closing its environments.
 
 
 class Places:
@@ -49,8 +49,7 @@ class Places:
 
     def __init__(self, num_streams: int, progress: np.ndarray) -> None:
         self.num_streams = num_streams
-        # The reason to end all streams, once there is one. Set once; streams read it
-        # between steps.
+        # The reason for ending all streams, or None. Streams read it between steps.
         self.goodbye: str | None = None
         self._progress = progress
         # Guards the attributes below; notified when a place becomes free.
@@ -60,15 +59,15 @@ class Places:
 
     @contextlib.contextmanager
     def hello_deadline(self, context: Any) -> Iterator[None]:
-        """Cancel the stream of `context` unless it says Hello in time."""
+        """Cancel the stream of `context` unless it sends a Hello in time."""
         deadline = threading.Timer(HELLO_S, context.cancel)
         deadline.daemon = True
         deadline.start()
         with self._changed:
             self._silent.append(context)
             if len(self._silent) > self.num_streams + SPARE_SILENT:
-                # Silent streams must not take all threads: an honest learner, which
-                # says Hello at once, would have to wait for their deadlines.
+                # If silent streams took all threads, an honest learner, which sends a
+                # Hello at once, would have to wait for their deadlines.
                 self._silent.pop(0).cancel()
         try:
             yield
@@ -79,11 +78,11 @@ class Places:
 
     @contextlib.contextmanager
     def take(self, hello: Hello, context: Any) -> Iterator[Place]:
-        """Hold a place.
+        """Hold a place during the block.
 
-        A learner that was started again may find that its old stream still has the
-        place: then the old stream is ended. If its environments take long to close,
-        the new stream begins meanwhile.
+        If a learner comes back while its old stream still has the place, this ends the
+        old stream. If the old stream's environments take long to close, the new stream
+        starts before they are closed.
 
         Raises:
           Busy: other streams have all places.
@@ -104,7 +103,7 @@ class Places:
             indices = [place.index for place in self._taken]
             free = [i for i in range(len(self._progress)) if i not in indices]
             if len(in_use) >= self.num_streams or not free:
-                raise Busy(self._who_has_them())
+                raise Busy(self._describe_taken())
             place = Place(
                 run_id=hello.run_id,
                 first_env_id=hello.first_env_id,
@@ -123,7 +122,7 @@ class Places:
                 self._taken.remove(place)
                 self._changed.notify_all()
 
-    def _who_has_them(self) -> str:
+    def _describe_taken(self) -> str:
         places = "; ".join(
             f"run {quote(place.run_id)} at {place.peer} since {place.since}"
             for place in self._taken
@@ -135,5 +134,5 @@ class Places:
 
 
 def quote(name: str) -> str:
-    """Return what logs say of a run's name, which a stranger may have sent."""
+    """Return a run's name for log lines. It may come from a stranger."""
     return f"{name!r:.80}" if name else "without a name"

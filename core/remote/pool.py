@@ -30,14 +30,14 @@ from core.running.supervise import Watchdog
 
 log = logging.getLogger(__name__)
 
-NO_SERVER_S = 30.0  # Between two warnings that no server is connected.
-# Added to --env_step_timeout_s: a server's own supervisor gets to end a hung
-# environment first.
+NO_SERVER_S = 30.0  # Interval of warnings while no server is connected.
+# Added to --env_step_timeout_s, so that the server's supervisor ends a hung environment
+# before the learner gives up.
 SUPERVISOR_S = 2.0
 
 
 def open_servers(flags: argparse.Namespace) -> LocalServers | ServerList:
-    """Start this machine's servers, or open the list of those that others start.
+    """Start servers on this machine, or open the list of servers that run already.
 
     Raises:
       ConfigError: the list, or the address of --listen, cannot be used.
@@ -69,7 +69,7 @@ def max_streams(
 def stream_options(
     flags: argparse.Namespace, welcome: messages.Welcome
 ) -> dict[str, Any]:
-    """Return the arguments of `libtorchbeast.ActorPool` about single streams."""
+    """Return the arguments of `libtorchbeast.ActorPool` that concern single streams."""
     assert welcome.observation is not None and welcome.action is not None
     return {
         "value_ranges": frames.value_ranges(welcome.observation, welcome.action),
@@ -88,26 +88,26 @@ def check_memory(
     net_outputs: Mapping[str, ArraySpec],
     num_envs: int,
 ) -> None:
-    """Log how much memory rollouts need and the machine has.
+    """Log how much memory the rollouts need and how much the machine has.
 
     Raises:
-      ConfigError: the machine has less; the message has both numbers and the remedy.
+      ConfigError: there is too little; the message has both numbers and the remedy.
     """
     row = {
         **row_spec(spaces.observation, spaces.action, flags.info_keys),
         **net_outputs,
     }
     row_bytes = sum(spec.nbytes for _, spec in leaves(row))
-    # One rollout of each environment, unfinished or beyond the queue's maximum; the
-    # rollouts in the queue; the batches of the learner threads; and the empty columns
-    # of an unfinished batch.
+    # Memory for: one rollout of each environment, which is unfinished or waits for room
+    # in the queue; the rollouts in the queue; the batches of the learner threads; and
+    # one batch that is not full yet.
     batches = 1 + flags.num_learner_threads
     new = new_rollouts(flags)
     num = num_envs + flags.max_learner_queue_size + new * batches
     advice = "--max_learner_queue_size, --batch_size or --unroll_length"
     if flags.replay_ratio:
-        # The replay, whose oldest batch stays until all its rollouts have left; and
-        # the mixed batches of the learner threads.
+        # The replay, which keeps its oldest batch until all rollouts of the batch have
+        # left; and the learner threads' batches of new and replayed rollouts.
         num += flags.replay_capacity + new
         num += flags.batch_size * flags.num_learner_threads
         advice = f"--replay_capacity, {advice}"
@@ -121,7 +121,7 @@ def check_memory(
 
 
 def run_actors(flags: argparse.Namespace, actors: libtorchbeast.ActorPool) -> None:
-    """Receive rows and send actions until the pool is stopped. Body of one thread."""
+    """Receive rows and send actions in this thread until the pool is stopped."""
     try:
         actors.run()
     except libtorchbeast.ServerMismatch as error:
@@ -137,7 +137,7 @@ class PoolWatch:
     """Watches servers and streams while the learner trains. For the main thread.
 
     Args:
-      num_streams: of each server.
+      num_streams: the number of streams of each server.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class PoolWatch:
         self._learner_queue = learner_queue
         self._num_streams = num_streams
         self._servers = servers
-        self._addresses: tuple[str, ...] = ()  # Of the servers.
-        self._left_out = 0  # Streams that --max_streams leaves no place for.
+        self._addresses: tuple[str, ...] = ()  # Of all servers in the list.
+        self._left_out = 0  # Streams without a place, because of --max_streams.
         self._contact = Contact(flags)
         self._watchdog = Watchdog(flags.stall_timeout_s, flags.on_stall)
         self._env_s = 0.0  # Seconds that servers have taken for steps so far.
@@ -275,10 +275,10 @@ class Contact:
             self._lost_at, self._say_at = now, now + NO_SERVER_S
         elif now > self._say_at:
             log.warning(
-                "No environment server has been connected for %.0f s; trying on. The "
-                "latest of them said: %s",
+                "No environment server has been connected for %.0f s; still trying. "
+                "The latest error: %s",
                 now - self._lost_at,
-                add_tls_reason(last_event, self._flags) or "nothing",
+                add_tls_reason(last_event, self._flags) or "none",
             )
             self._say_at = now + NO_SERVER_S
         return True
@@ -287,7 +287,7 @@ class Contact:
 def describe_wait(
     stats: Mapping[str, Any], learner_queue: libtorchbeast.BatchingQueue
 ) -> str:
-    """Say what a run without progress waits for, and what each stream is doing."""
+    """Describe what a run without progress waits for, and the states of streams."""
     states = collections.Counter(stats["states"])
     del states["unused"]
     waiting_s = stats["waiting_s"]

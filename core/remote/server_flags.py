@@ -14,7 +14,7 @@ from core.running.machine import num_cores
 
 ENVS_PER_STREAM = 8
 MIN_MAX_STREAMS = 128  # The least default of --max_streams for a list that may change.
-LISTS = ("dns:", "file:")  # Entries of --server_addresses that stand for many.
+LISTS = ("dns:", "file:")  # Entries of --server_addresses that stand for a list.
 STREAMS_PER_SERVER = 2  # One stream steps while the other waits for its actions.
 
 # Flags that the learner passes on to the servers that it starts.
@@ -28,14 +28,14 @@ SERVER_FLAGS = (
     "keepalive_s",
     "recycle_games",
 )
-# Of these, the flags that also say something to a learner of --server_addresses.
+# The SERVER_FLAGS that a learner may also have with --server_addresses or --listen.
 LEARNER_FLAGS = ("env", "env_step_timeout_s", "keepalive_s")
 
 
 def addresses(text: str) -> tuple[str, ...]:
     """Parse --server_addresses: plain addresses and lists. For argparse's `type=`.
 
-    Lists stay what they are, dns:NAME:PORT or file:PATH (also written @PATH);
+    The result contains lists as dns:NAME:PORT or file:PATH (@PATH becomes file:PATH).
     core.remote.server_lists reads them.
     """
     result: list[str] = []
@@ -60,7 +60,7 @@ def plain_addresses(text: str) -> tuple[str, ...]:
     "a:1-3,unix:/b.0-1" is a:1, a:2, a:3, unix:/b.0 and unix:/b.1.
 
     Raises:
-      argparse.ArgumentTypeError: it is none.
+      argparse.ArgumentTypeError: the text is no such list.
     """
     result: list[str] = []
     for part in filter(None, text.split(",")):
@@ -116,33 +116,34 @@ def tcp_addresses(text: str) -> tuple[str, ...]:
 
 
 def add_address_flags(group: Any) -> None:
-    """Add the learner's flags about servers that run already."""
+    """Add the learner's flags for servers that the learner does not start itself."""
     group.add_argument(
         "--listen",
         type=tcp_address,
         metavar="HOST:PORT",
-        help="let machines dial in here, at any time: python -m polybeast_env "
-        "--learner_address HOST:PORT. With 0.0.0.0:4431 other machines can dial in "
-        "too, and --tls_dir is needed. With several learners (torchrun), learner i "
-        "listens at PORT + i",
+        help="address at which machines with servers may dial in at any time: python "
+        "-m polybeast_env --learner_address HOST:PORT. 0.0.0.0:4431 lets other "
+        "machines dial in and needs --tls_dir. With several learners (torchrun), "
+        "learner i listens at PORT + i",
     )
     group.add_argument(
         "--server_addresses",
         type=addresses,
         metavar="ADDRESSES",
         help="servers that run already, as a comma list: host:port, host:4431-4446, "
-        "unix:/path, unix:/path.0-15; and lists that may change while the learner "
-        "runs: dns:name:port, every address behind a name; file:path or @path, a file "
-        "of addresses. Default: this program starts its own servers on this machine",
+        "unix:/path, unix:/path.0-15. The list may contain two kinds of lists that can "
+        "change during the run: dns:name:port, all addresses of a DNS name; and "
+        "file:path or @path, a file of addresses. Default: this program starts its own "
+        "servers on this machine",
     )
     group.add_argument(
         "--max_streams",
         type=int_at_least(1),
         metavar="N",
-        help="with --server_addresses, the largest number of streams at a time; each "
-        "server has --streams_per_server of them. Default: as many as the "
-        "servers have; for a list that may change, twice as many as the servers have "
-        f"at the start, at least {MIN_MAX_STREAMS}",
+        help="with --server_addresses or --listen, the largest number of streams at a "
+        "time; each server has --streams_per_server streams. Default: the number of "
+        "all servers' streams. If the list may change: twice the number at the start, "
+        f"at least {MIN_MAX_STREAMS}",
     )
 
 
@@ -152,23 +153,23 @@ def add_server_flags(group: Any) -> None:
         "--num_servers",
         type=int_at_least(1),
         metavar="N",
-        help="environment server processes on this machine. Default: one per core this "
-        "process may use",
+        help="environment server processes on this machine. Default: one for each core "
+        "that this process may use",
     )
     group.add_argument(
         "--envs_per_stream",
         type=int_at_least(1),
         metavar="K",
-        help="environments that a stream steps one after another; one message carries "
-        "the rows of all. "
-        "Default: 8, or the next lower divisor of a learner's --batch_size",
+        help="environments of a stream. The stream steps them one after another, and "
+        "one message carries the rows of all. Default: 8, or the next lower divisor of "
+        "the learner's --batch_size",
     )
     group.add_argument(
         "--streams_per_server",
         type=int_at_least(1),
         metavar="S",
-        help="streams of a server process, each with K environments of its own: while "
-        "one waits for actions, another steps. Default: 2",
+        help="streams of a server process, each with K environments. While one stream "
+        "waits for actions, another one steps its environments. Default: 2",
     )
     group.add_argument(
         "--pipes_basename",
@@ -179,21 +180,21 @@ def add_server_flags(group: Any) -> None:
         "--tls_dir",
         metavar="DIR",
         help="encrypt TCP connections, and accept only peers with a certificate of the "
-        "same CA. DIR holds ca.pem, cert.pem and key.pem; python -m tools.certs makes "
-        "it",
+        "same CA. DIR contains ca.pem, cert.pem and key.pem; create it by python -m "
+        "tools.certs",
     )
     group.add_argument(
         "--insecure",
         action="store_true",
-        help="talk to other machines without --tls_dir: anybody on the network between "
-        "them can read and change everything",
+        help="connect to other machines without --tls_dir: anybody on the network "
+        "between them can read and change all traffic",
     )
     group.add_argument(
         "--keepalive_s",
         type=number(0.1),
         default=10.0,
-        help="seconds. Learner and servers notice within twice this time that the "
-        "machine at the other end is frozen or cut off from the network",
+        help="interval of network pings in seconds. Learner and servers notice within "
+        "twice this time that the other machine is frozen or cut off from the network",
     )
 
 
@@ -207,18 +208,18 @@ def check_tls_flags(
         return
     if flags.insecure:
         parser.error(
-            f"--tls_dir is {flags.tls_dir} and there is --insecure: they contradict "
-            "each other. Leave one out."
+            f"--tls_dir is {flags.tls_dir} and --insecure is set: they contradict each "
+            "other. Leave one out."
         )
     if all(address.startswith("unix:") for address in addresses):
         parser.error(
-            f"--tls_dir is {flags.tls_dir} but is for TCP, and here are unix sockets "
-            "only, which no other user can open. Leave it out."
+            f"--tls_dir is {flags.tls_dir} but is for TCP, and all addresses are unix "
+            "sockets, which no other user can open. Leave it out."
         )
 
 
 def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """Check a learner's flags about servers; set the sizes of those that it starts."""
+    """Check a learner's flags about servers; set the sizes of its own servers."""
     listen = (flags.listen,) if flags.listen else ()
     check_tls_flags(parser, flags, (*(flags.server_addresses or ()), *listen))
     if has_remote_servers(flags):
@@ -238,9 +239,9 @@ def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) ->
     B, K = new_rollouts(flags), flags.envs_per_stream
     if B % K:
         parser.error(
-            f"{describe_new(flags)} but must be a multiple of --envs_per_stream ({K}): "
-            f"a stream makes {K} rollouts at a time. Try --envs_per_stream "
-            f"{divisor(B, at_most=K)}."
+            f"{describe_new_rollouts(flags)} but must be a multiple of "
+            f"--envs_per_stream ({K}): a stream makes {K} rollouts at a time. Try "
+            f"--envs_per_stream {divisor(B, at_most=K)}."
         )
 
 
@@ -252,21 +253,21 @@ def check_learner_address(
         if getattr(flags, name) is not None:
             parser.error(
                 f"--{name} is {getattr(flags, name)} and --learner_address is "
-                f"{','.join(flags.learner_address)}: servers listen, or dial the "
+                f"{','.join(flags.learner_address)}: servers either listen or dial the "
                 "learner. Leave one out."
             )
     if flags.num_servers < len(flags.learner_address):
         parser.error(
             f"--num_servers is {flags.num_servers} but --learner_address names "
-            f"{len(flags.learner_address)} learners, and each takes a server at least. "
-            "Start more servers, or name fewer learners."
+            f"{len(flags.learner_address)} learners, and each needs at least one "
+            "server. Start more servers, or name fewer learners."
         )
-    if problem := exposed(flags.learner_address, flags):
+    if problem := find_unprotected(flags.learner_address, flags):
         parser.error(f"--learner_address has {problem}")
 
 
-def describe_new(flags: argparse.Namespace) -> str:
-    """Say how many new rollouts are in a batch, as the start of a sentence."""
+def describe_new_rollouts(flags: argparse.Namespace) -> str:
+    """Return "--batch_size is B", or with replay the number of new rollouts."""
     if not flags.replay_ratio:
         return f"--batch_size is {flags.batch_size}"
     return (
@@ -278,43 +279,43 @@ def describe_new(flags: argparse.Namespace) -> str:
 def check_server_addresses(
     parser: argparse.ArgumentParser, flags: argparse.Namespace
 ) -> None:
-    """Refuse flags that make no sense with others' servers, or an open network."""
+    """Refuse flags for a learner's own servers, and traffic without protection."""
     who = "--server_addresses names" if flags.server_addresses else "--listen is for"
     for name in (*SERVER_FLAGS, "num_actors", "pipes_basename"):
         is_ours = name not in LEARNER_FLAGS
         if is_ours and getattr(flags, name) != parser.get_default(name):
             parser.error(
-                f"--{name} is {getattr(flags, name)} but {who} servers that others "
-                "start, with settings of their own. Give it to python -m "
-                "polybeast_env, or leave --server_addresses and --listen out."
+                f"--{name} is {getattr(flags, name)} but {who} servers that this "
+                "program does not start. Give it to python -m polybeast_env, or leave "
+                "--server_addresses and --listen out."
             )
     if flags.mode != "train":
         return
-    if problem := exposed(flags.server_addresses or (), flags):
+    if problem := find_unprotected(flags.server_addresses or (), flags):
         parser.error(f"--server_addresses has {problem}")
-    if flags.listen and (problem := exposed((flags.listen,), flags)):
+    if flags.listen and (problem := find_unprotected((flags.listen,), flags)):
         parser.error(f"--listen has {problem}")
 
 
-def exposed(addresses: Sequence[str], flags: argparse.Namespace) -> str | None:
-    """Say which address beyond this machine would be used without protection."""
+def find_unprotected(addresses: Sequence[str], flags: argparse.Namespace) -> str | None:
+    """Describe the first address that would be used without protection, or None."""
     if flags.tls_dir or flags.insecure:
         return None
     for address in addresses:
         if address.startswith("file:"):
-            continue  # core.remote.server_lists checks what is in it.
+            continue  # core.remote.server_lists checks the addresses in the file.
         if tls.is_public(address.removeprefix("dns:")):
             return (
-                f"{address}, which is beyond this machine. Either encrypt the traffic "
+                f"{address}, which is not on this machine. Either encrypt the traffic "
                 "and authenticate both sides: --tls_dir DIR, with a folder that "
-                f"{tls.CERTS_COMMAND} has made. Or allow anybody on the network "
-                "between to read and change the traffic: --insecure."
+                f"{tls.CERTS_COMMAND} has made. Or allow anybody on the network to "
+                "read and change the traffic: --insecure."
             )
     return None
 
 
 def set_num_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """Set the numbers of local servers, streams and environments where not given."""
+    """Set the numbers of local servers, streams and environments that are not given."""
     A = flags.num_actors
     sizes = (flags.streams_per_server, flags.envs_per_stream)
     if A is not None and sizes == (None, None) and flags.num_servers in (None, A):

@@ -33,11 +33,11 @@ from core.running.supervise import raise_failures, start_thread
 
 log = logging.getLogger(__name__)
 
-ASK_S = 1.0  # Between two questions to a source.
-DNS_S = 5.0  # Between two questions to the name server.
-CLOSE_S = 1.0  # For a source that is just being asked; a name server may take longer.
+ASK_S = 1.0  # Interval in which a source is read.
+DNS_S = 5.0  # Interval in which a name is resolved.
+CLOSE_S = 1.0  # Time for a source that is just being read; DNS may take longer.
 MAX_FILE_BYTES = 1 << 20
-MAX_LOOKS = 5  # At a file that has changed each time.
+MAX_LOOKS = 5  # A file that changes in every read is used after as many reads.
 SHOWN = 8  # Servers named in one log line.
 
 
@@ -48,30 +48,31 @@ class Source(Protocol):
         """Return the addresses of all servers now. May block. Called in one thread.
 
         Raises:
-          ConfigError: the list cannot be used. The learner does not start; if it runs,
-            it goes on with the last list, and warns once.
-          Unavailable: the same, but a learner that starts waits for the list.
+          ConfigError: the list cannot be used. A learner that starts ends. A learner
+            that runs warns once and continues with the last list.
+          Unavailable: there is no list yet. A learner that starts waits for the list.
+            A learner that runs warns once and continues with the last list.
         """
 
 
 class Unavailable(Exception):
-    """There is no list yet. The message says which, and why."""
+    """There is no list yet. The message names the list and the reason."""
 
 
 class AddressFile:
     """The addresses in a file: one per line or separated by commas; # is a comment.
 
-    A program may just be writing the file. So a change counts when two looks in a row
-    see the same content; at once if another file has taken its place (mv, os.replace);
-    and after MAX_LOOKS if the file changes all the time.
+    A program may be writing the file at the moment. So a change is used after two reads
+    in a row gave the same content. A new file in its place (mv, os.replace) is used at
+    once. A file that changes all the time is used after MAX_LOOKS reads.
     """
 
     def __init__(self, path: str, flags: argparse.Namespace):
         self._path = Path(path)
         self._flags = flags
-        self._text: str | None = None  # Of `_addresses`.
-        self._last_look: tuple[int, str] | None = None
-        self._num_looks = 0  # In which the file was not as in `_text`.
+        self._text: str | None = None  # The text that `_addresses` is from.
+        self._last_look: tuple[int, str] | None = None  # Inode and text.
+        self._num_looks = 0  # Reads in a row that differ from `_text`.
         self._addresses: list[str] = []
 
     def addresses(self) -> Sequence[str]:
@@ -103,7 +104,7 @@ class AddressFile:
         if len(raw) > MAX_FILE_BYTES:
             raise ConfigError(
                 f"--server_addresses: {self._path} is larger than {MAX_FILE_BYTES} "
-                "bytes, which no list of servers is."
+                "bytes, too large for a list of servers. Name another file."
             )
         return inode, text
 
@@ -116,7 +117,7 @@ class AddressFile:
                     addresses = server_flags.plain_addresses(part)
                 except argparse.ArgumentTypeError as error:
                     raise ConfigError(f"{where}: {error}.") from error
-                if problem := server_flags.exposed(addresses, self._flags):
+                if problem := server_flags.find_unprotected(addresses, self._flags):
                     raise ConfigError(f"{where} has {problem}")
                 result += addresses
         if not result:
@@ -125,10 +126,10 @@ class AddressFile:
 
 
 class DnsName:
-    """All addresses behind a name, such as those of a Kubernetes headless service.
+    """All addresses of a DNS name, for example of a Kubernetes headless service.
 
-    With TLS they end in #NAME: the servers' certificates have the name, as the numbers
-    behind it change.
+    With TLS the addresses end in #NAME, the name in the servers' certificates: the IP
+    addresses change, so certificates cannot contain them.
     """
 
     def __init__(self, entry: str, flags: argparse.Namespace):
@@ -157,7 +158,7 @@ class DnsName:
             f"[{host}]:{self._port}{self._suffix}"
             if ":" in host
             else f"{host}:{self._port}{self._suffix}"
-            for host in sorted(hosts)  # Name servers answer in any order.
+            for host in sorted(hosts)  # Name servers return them in any order.
         ]
 
 
@@ -166,14 +167,14 @@ class ServerList:
 
     Args:
       fixed: addresses that do not change.
-      sources: lists that do.
-      dialed_in: machines that have dialed in. Its end is this list's end.
+      sources: lists of addresses that may change.
+      dialed_in: machines that have dialed in. This list closes it.
 
     Raises:
       ConfigError: a source cannot be used.
     """
 
-    is_local = False  # These servers run already, or will.
+    is_local = False  # This program does not start these servers.
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class ServerList:
             sources = [*sources, dialed_in]
         self._sources = sources
         self._lock = threading.Lock()
-        # Guarded by the lock, by source: the last list, and why there is no newer one.
+        # Guarded by the lock. By source: the last list, and the latest error.
         self._lists: list[tuple[str, ...]] = [() for _ in sources]
         self._problems: list[str | None] = [None for _ in sources]
         self._stop = threading.Event()
@@ -202,7 +203,7 @@ class ServerList:
     def of_flags(
         cls, flags: argparse.Namespace, dialed_in: DialedIn | None = None
     ) -> "ServerList":
-        """Return the servers of --server_addresses, and those that dial in."""
+        """Return the servers of --server_addresses and the servers that dial in."""
         fixed: list[str] = []
         sources: list[Source] = []
         for entry in flags.server_addresses or ():
@@ -225,7 +226,7 @@ class ServerList:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses of this moment. Does not block."""
+        """Return the present addresses. Does not block."""
         with self._lock:
             lists = [self._fixed, *self._lists]
         result = dict.fromkeys(address for part in lists for address in part)
@@ -240,7 +241,7 @@ class ServerList:
         )
 
     def problem(self) -> str:
-        """Say why there is no server in the list."""
+        """Return the reason why there is no server in the list."""
         with self._lock:
             problems = [problem for problem in self._problems if problem]
         if self._dialed_in is not None:
@@ -274,15 +275,15 @@ class ServerList:
             kept = f"; going on with the last {len(last)} servers" if last else ""
             log.warning("%s%s", problem, kept)
         if before and not problem:
-            log.info("The list of servers can be used again")
+            log.info("The list of servers is usable again")
 
     def __enter__(self) -> "ServerList":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
-        # A thread that waits for a name server cannot be woken: it ends with the answer
-        # or with the process.
+        # A thread that waits for a name server cannot be woken. It ends when the answer
+        # comes or the process ends.
         concurrent.futures.wait(self._threads.values(), CLOSE_S)
         if self._dialed_in is not None:
             self._dialed_in.__exit__()

@@ -30,14 +30,14 @@ MAX_INFO_KEYS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """What `Server` takes as keywords.
+    """The keyword arguments of `Server`.
 
     Attributes:
       num_envs: K, the environments of a stream. They are stepped one after the other.
-      num_streams: S, how many streams there may be at a time.
-      name: the environment's name; by default the environment is asked for it.
+      num_streams: S, the largest number of streams at a time.
+      name: the environment's name; by default the environment's own name.
       frames_per_step: emulator frames per step; the learner counts frames with it.
-      options: how the environments are made, by name: bools, numbers and texts. The
+      options: the options of the environments by name: bools, numbers and strings. The
         learner shows and records them.
       vector: `env_class` creates all environments of a stream at once, and is called
         like `Environments` without its first argument.
@@ -45,12 +45,12 @@ class ServerOptions:
         only learners that show a certificate of that CA.
       insecure: serve other machines without encryption.
       progress: [2 * S, 2] float64, written by the server. Column 0: number of steps
-        that the streams in this place have taken. Column 1: `time.monotonic()` at the
-        begin of the present call into an environment, 0 between calls. In shared
-        memory another process can watch it. There are 2 * S rows because a stream that
-        still closes its environments does not keep its own run out.
-      keepalive_s: a learner whose machine is frozen or cut off is noticed within twice
-        this time; then its environments are closed.
+        that the streams in this place have done. Column 1: `time.monotonic()` at the
+        start of the present call into an environment, 0 between calls. If it is in
+        shared memory, another process can read it. There are 2 * S rows, because a
+        stream of the same run may start while the old stream closes its environments.
+      keepalive_s: if a learner's machine is frozen or cut off, the server notices in
+        twice this time and closes the learner's environments.
     """
 
     num_envs: int = 1
@@ -70,9 +70,9 @@ class WrongProtocol(Exception):
 
 
 class Service:
-    """What a server serves: makes environments and describes them to learners.
+    """Creates the environments of a server and describes them to learners.
 
-    Creates one environment, to ask for its spaces, and closes it.
+    Creates one environment to read its spaces, and closes it.
 
     Args:
       env_class: as `Server` takes it.
@@ -103,7 +103,7 @@ class Service:
     def make_environments(
         self, hello: Hello, clock: np.ndarray, *, num_envs: int | None = None
     ) -> Environments:
-        """Return new environments as the learner wants them."""
+        """Return new environments with the seeds and options in the learner's Hello."""
         with running(clock):
             return self._make(
                 num_envs or self.num_envs,
@@ -119,7 +119,7 @@ class Service:
         """Raise EnvSpecError if the spaces are not those that were described."""
         if _space_messages(envs) != self._space_messages:
             raise EnvSpecError(
-                f"{self.name} has other spaces than when this server started: "
+                f"{self.name} has different spaces than when this server started: "
                 f"{envs.observation_space} and {envs.action_space}; expected "
                 f"{self._observation_space} and {self.action_space}"
             )
@@ -185,7 +185,7 @@ def _space_messages(envs: Environments) -> tuple[messages.Space, messages.Space]
 
 @contextlib.contextmanager
 def running(clock: np.ndarray) -> Iterator[None]:
-    """Keep in `clock` when this block began; 0 after the block."""
+    """Set `clock` to the time when this block began, and to 0 after the block."""
     clock[0] = time.monotonic()
     try:
         yield
@@ -195,7 +195,7 @@ def running(clock: np.ndarray) -> Iterator[None]:
 
 @contextlib.contextmanager
 def closing(envs: Environments, clock: np.ndarray) -> Iterator[None]:
-    """Close the environments after the block. Log what `close` raises."""
+    """Close the environments after the block; log exceptions of `close`."""
     try:
         yield
     finally:

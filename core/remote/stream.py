@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Stream`: one stream of a server, from the learner's Hello to the end.
 
-The stream's own thread runs all of it: it receives actions, steps K environments, which
-write their rows straight into the outgoing message, and sends that message. Everything
-that a learner sends is checked before it is used. Bad input ends this stream only.
+Each stream runs in one thread. The thread receives actions and steps K environments,
+which write their rows directly into the outgoing message; then it sends that message.
+Everything that a learner sends is checked before it is used. Bad input ends only this
+stream.
 """
 
 import itertools
@@ -28,7 +29,7 @@ from core.rollout import spec_of
 
 log = logging.getLogger(__name__)
 
-FAILURE_CHARS = 16_000  # Of a traceback; its end says most.
+FAILURE_CHARS = 16_000  # The end of a traceback, which is sent to the learner.
 DETAILS_CHARS = 500  # gRPC sends details in an HTTP/2 header, which holds 8 KB at most.
 
 
@@ -36,7 +37,7 @@ class Stream:
     """One stream.
 
     Args:
-      requests: the messages of the learner, as gRPC has them.
+      requests: gRPC's iterator over the learner's messages.
       context: gRPC's context of this call.
     """
 
@@ -50,12 +51,12 @@ class Stream:
 
     def serve(self) -> Iterator[bytes]:
         """Yield the messages to send, until the stream ends."""
-        self._who = self._context.peer()  # For the log; better after the Hello.
+        self._who = self._context.peer()  # For log lines. Has more after the Hello.
         try:
             hello = self._receive_hello()
             if hello is None:
                 return
-            # All peers at a unix socket have the same name, so add the run's.
+            # All peers at a unix socket have the same name, so add the run's name.
             self._who = (
                 f"run {quote(hello.run_id)} (environments from {hello.first_env_id} "
                 f"on) at {self._context.peer()}"
@@ -109,8 +110,9 @@ class Stream:
         )
 
     def play(self, hello: Hello, place: Place) -> Iterator[bytes]:
-        """Make environments, and step them as the learner says."""
-        # Environments may use these generators; forked processes would share a state.
+        """Create environments, and step them with the learner's actions."""
+        # Environments may use these generators, and forked servers start with equal
+        # generator states.
         seed = env_seed(hello.seed, hello.first_env_id, hello.incarnation, 0)
         random.seed(seed)
         np.random.seed(seed)
@@ -140,7 +142,7 @@ class Stream:
         clock = progress[1:]
 
         envs.reset(next(rows))
-        clock[0] = 0.0  # Stops the clock: a `yield` waits for the network.
+        clock[0] = 0.0  # Stops the clock, because `yield` waits for the network.
         yield steps.encode(0, whole=True)
         for seq in itertools.count():
             message = None if self._places.goodbye else next(self._requests, None)
@@ -164,7 +166,7 @@ class Stream:
     def _fail(
         self, code: grpc.StatusCode, text: str, *, permanent: bool = False
     ) -> Iterator[bytes]:
-        """End the stream: send the whole reason, and its first line as the status."""
+        """End the stream: send the whole error text, and its first line as status."""
         text = text.strip()[-FAILURE_CHARS:]
         log.warning("The stream of %s failed: %s", self._who, text)
         yield codec.encode(ToLearner(failure=Failure(text, permanent)))
@@ -176,7 +178,7 @@ class Stream:
 
 
 def details(text: str) -> str:
-    """Return what fits into a gRPC status: the first line, cut."""
+    """Return a text's first line, cut so that it fits into a gRPC status."""
     return text.partition("\n")[0][:DETAILS_CHARS]
 
 
@@ -188,6 +190,6 @@ def _with_traceback(error: BaseException) -> str:
 
 
 def _nest_of(arrays: list[np.ndarray], spec: Nest) -> Nest:
-    """Return the arrays of a frame, arranged as `spec` is."""
+    """Return the arrays of a frame as a nest with the structure of `spec`."""
     values = iter(arrays)
     return map_nest(lambda _: next(values), spec)

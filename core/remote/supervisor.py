@@ -3,7 +3,7 @@
 
 Each environment server has a process of its own, forked from the program. The program
 itself, the supervisor, runs no threads and does not import gRPC. So it can fork at any
-time, and the new process finds everything else imported already.
+time, and the new process needs no imports except gRPC.
 """
 
 import argparse
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 STOP_S = 1.5  # Time for servers to say goodbye and close environments; then SIGKILL.
 # A server that dies after fewer environment steps than this counts as a quick death.
 DELIVERED_STEPS = 20
-NICENESS = 5  # Of servers beside a learner. The learner's inference threads have 19.
+NICENESS = 5  # For servers beside a learner. The learner's inference threads have 19.
 
 
 class ServerError(Exception):
@@ -50,7 +50,7 @@ class ServerError(Exception):
 
 @dataclasses.dataclass
 class ServerSlot:
-    """The place of one server. Its processes come and go, its address stays."""
+    """The slot of one server. Its process may be replaced; its address stays."""
 
     index: int
     address: str
@@ -61,9 +61,9 @@ class ServerSlot:
     process: Unit | None = None  # None while the slot waits for `restart_at`.
     pipe: connection.Connection | None = None  # Messages from the process.
     is_listening: bool = False
-    has_listened: bool = False  # At any time: the socket's file is ours.
+    has_listened: bool = False  # If it has ever listened, the socket's file is ours.
     restart_at: float | None = 0.0  # Monotonic; None while a process runs.
-    reason: str | None = None  # Why the process dies, where that is known.
+    reason: str | None = None  # Why the process dies, if that is known.
 
 
 class Servers:
@@ -73,7 +73,7 @@ class Servers:
       create_server: called as create_server(flags, address, progress) in each server
         process; returns a `core.remote.env_server.Server`.
       addresses: one for each server.
-      stop: after a signal dead servers are not replaced.
+      stop: dead servers are not replaced after a signal.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class Servers:
         self._context = multiprocessing.get_context("fork")
         self._cores = own_cores(flags)
         self._restarts = 0
-        # Servers that a learner starts write to a pipe that the learner reads.
+        # Servers that a learner starts need no `ChildOutput`: they write to a pipe that
+        # the learner always reads.
         waits = any(map(terminal.may_wait, (1, 2))) and not flags.with_parent
         self._output = terminal.ChildOutput() if waits else None
         places = 2 * flags.streams_per_server
@@ -110,7 +111,7 @@ class Servers:
         return all(slot.is_listening for slot in self.slots)
 
     def describe(self) -> str:
-        """Return one line: what is served, and at which addresses."""
+        """Return one line with the environment, the addresses and the numbers."""
         flags, addresses = self._flags, [slot.address for slot in self.slots]
         N, S, K = flags.num_servers, flags.streams_per_server, flags.envs_per_stream
         where = ",".join(addresses)
@@ -133,7 +134,7 @@ class Servers:
     def poll(self, timeout_s: float, *others: int) -> set[Any]:
         """Start servers that are due, wait for events up to `timeout_s`, handle them.
 
-        Returns those of the file descriptors `others` that became readable.
+        Returns the file descriptors in `others` that became readable.
 
         Raises:
           ConfigError: a server cannot serve this environment or address.
@@ -182,14 +183,14 @@ class Servers:
             ),
             name=f"server-{slot.index}",
         )
-        # Block signals during the fork: the child has the parent's handlers at first,
-        # and they would swallow a signal that is meant to end the child.
+        # Block signals during the fork: the child first has the parent's handlers,
+        # which would lose a signal that should end the child.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             slot.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        theirs.close()  # Or the parent would not see the pipe's end.
+        theirs.close()  # Otherwise the parent would not see the pipe's end.
 
     def _receive(self, slot: ServerSlot) -> None:
         assert slot.pipe is not None
@@ -249,7 +250,7 @@ class Servers:
             self._flags.env_step_timeout_s,
         ):
             slot.reason = "its environment hung"
-            since[:] = 0.0  # Once is enough; the process may take a while to end.
+            since[:] = 0.0  # Kill it only once; the process may take a while to end.
 
     def _check_socket(self, slot: ServerSlot) -> None:
         """End a server whose socket file was deleted: no learner could connect."""
@@ -275,7 +276,7 @@ class Servers:
         if self._output is not None:
             self._output.close()
         for slot in self.slots:
-            # A killed server may have created its socket without having said so yet.
+            # A killed server may have created its socket before it could report this.
             is_ours = slot.has_listened or self._flags.remove_folder
             if slot.address.startswith("unix:") and is_ours:
                 with contextlib.suppress(FileNotFoundError):
@@ -297,17 +298,17 @@ def serve_one(
     """Run one server in this process until SIGTERM or the end of the supervisor.
 
     Args:
-      own_core: the core that this process is to stay on, if any.
-      pipe: takes "listening ADDRESS", "config ERROR" or "failed TRACEBACK".
-      output: where stdout and stderr go if writing to the program's own may block.
+      own_core: the core on which this process must stay, or None.
+      pipe: for the messages "listening ADDRESS", "config ERROR", "failed TRACEBACK".
+      output: replaces stdout and stderr if writing to those of the program may block.
     """
     if output is not None:
         waits = [fd for fd in (1, 2) if terminal.may_wait(fd)]
         terminal.redirect_descriptors(output, waits)
-    # After Ctrl-C, or when the terminal closes, the supervisor ends its servers. Not
-    # SIG_IGN: processes that an environment starts would inherit that.
+    # After Ctrl-C, or when the terminal closes, the supervisor ends its servers. The
+    # handler is not SIG_IGN, because processes of an environment would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # SIG_IGN is `nohup`'s.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` sets SIG_IGN.
         signal.signal(signal.SIGHUP, lambda *_: None)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -334,13 +335,13 @@ def serve_one(
 
 
 def own_cores(flags: argparse.Namespace) -> list[int]:
-    """Return the cores to distribute among the servers; empty if servers may move.
+    """Return the cores to distribute among the servers; empty: use any core.
 
-    The threads of a server take turns with the GIL. On one core they wake each other
-    faster: a message costs a third less (results/speed). So each server stays on one
-    core if every core has the same number of servers and no other work: no learner and
-    no CPU quota of a container. If your environments start threads or processes, return
-    [] here.
+    The threads of a server share a GIL. On one core they wake each other faster: a
+    message takes a third less CPU time (results/speed). So each server stays on one
+    core if every core has the same number of servers, no learner started these servers,
+    and the container has no CPU quota. If your environments start threads or processes,
+    return [] here.
     """
     if flags.with_parent or not hasattr(os, "sched_setaffinity"):
         return []
@@ -353,13 +354,14 @@ def make_private(folder: str) -> None:
     """Create the private folder of the servers' sockets again if it was deleted.
 
     Raises:
-      ConfigError: the folder there now belongs to, or is open to, other users.
+      ConfigError: a folder is there that belongs to other users or is open to them.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
-        log.warning("The folder of the servers' sockets was deleted; made it anew")
+        log.warning("The folder of the servers' sockets was deleted; created it again")
     found = os.lstat(folder)
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
-            f"{folder} was deleted, and what is there now is not private. Start anew."
+            f"{folder} was deleted, and the folder that is there now is not private. "
+            "Start again."
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS between learner and environment servers: read certificates, find their errors.
+"""TLS between learner and environment servers: read and check certificates.
 
 Learner and server each show a certificate and check the other's (mutual TLS). So each
 machine has a folder with
@@ -8,9 +8,10 @@ machine has a folder with
     cert.pem   this side's certificate
     key.pem    the private key of cert.pem, readable by this user only
 
-`python -m tools.certs` makes these folders. gRPC encrypts the traffic, but its errors
-say little. This module finds out why a certificate does not work: before a connection
-(`read`) and after one has failed (`diagnose`). It needs only the standard library.
+`python -m tools.certs` creates these folders. gRPC encrypts the traffic, but its errors
+do not name the cause. This module finds out why a certificate does not work: before a
+connection (`read`) and after a connection failed (`diagnose`). It needs only the
+standard library.
 """
 
 import contextlib
@@ -51,9 +52,9 @@ def read(folder: str | None, *, is_server: bool) -> tuple[bytes, bytes, bytes] |
         contents = tuple(path.read_bytes() for path in paths)
     except OSError as error:
         raise ConfigError(
-            f"--tls_dir {folder}: cannot read {error.filename}: {error.strerror}. A "
-            f"folder with ca.pem, cert.pem and key.pem is what {CERTS_COMMAND} makes, "
-            "one for each machine."
+            f"--tls_dir {folder}: cannot read {error.filename}: {error.strerror}. "
+            f"{CERTS_COMMAND} creates a folder with ca.pem, cert.pem and key.pem for "
+            "each machine."
         ) from error
     _check_permissions(paths[2])
     _check_certificate(paths, is_server=is_server)
@@ -69,8 +70,8 @@ def _paths(folder: str) -> tuple[Path, Path, Path]:
 def _check_permissions(key: Path) -> None:
     """Refuse a key that other users can read: they could pretend to be this program.
 
-    An error, as in ssh, because a warning is easily overlooked. A key that belongs to
-    another user, such as root, may be readable by a group.
+    This is an error, as in ssh, because users may overlook a warning. A group may read
+    a key that belongs to another user, such as root.
     """
     status = key.stat()
     allowed = 0o600 if status.st_uid == os.geteuid() else 0o640
@@ -78,20 +79,20 @@ def _check_permissions(key: Path) -> None:
     if mode & ~allowed & 0o077:
         raise ConfigError(
             f"--tls_dir: others can read {key}, or write it (mode {mode:04o}). Make it "
-            f"private: chmod 600 {key}. If they may have done so, make a new one."
+            f"private: chmod 600 {key}. If somebody may have read it, make a new key."
         )
 
 
 def _check_certificate(paths: tuple[Path, Path, Path], *, is_server: bool) -> None:
-    """Check our certificate as the other side will. gRPC would give no reason.
+    """Check our certificate as the other side will. gRPC would not name the error.
 
-    Does a TLS handshake in memory between a server and a client, where one of them
-    shows our certificate and the other checks it.
+    Does a TLS handshake in memory between a server and a client: one side shows our
+    certificate, and the other side checks it.
     """
     ca, cert, key = paths
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False  # Only the other side knows the name it connects to.
+    client.check_hostname = False  # Only the other side knows the name that it dials.
     checks, checked = (client, server) if is_server else (server, client)
     checked.verify_mode = ssl.CERT_NONE
     checks.verify_mode = ssl.CERT_REQUIRED
@@ -105,14 +106,14 @@ def _check_certificate(paths: tuple[Path, Path, Path], *, is_server: bool) -> No
             context.load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         raise ConfigError(
-            f"--tls_dir: {cert} and {key} do not fit together: {error}. They should "
-            "hold a certificate and its key, in PEM, without a password."
+            f"--tls_dir: {cert} and {key} do not fit together: {error}. They must be a "
+            "certificate and its key, in PEM, without a password."
         ) from error
     try:
         _shake_hands(server, client)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
-            f"--tls_dir: {cert} is of no use here: {error.verify_message}"
+            f"--tls_dir: {cert} cannot be used here: {error.verify_message}"
             f"{_advice(error.verify_message)}"
         ) from error
 
@@ -130,10 +131,10 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
 
 
 def context(folder: str | None, *, is_server: bool) -> ssl.SSLContext | None:
-    """Return what Python's own TLS needs for one side; None without a folder.
+    """Return the context for Python's own TLS; None without a folder.
 
-    The learner's side checks no name: it does not dial, and takes whoever has a
-    server's certificate of its CA.
+    The learner's side does not check a name: it does not dial, and accepts every
+    machine with a server's certificate of its CA.
 
     Raises:
       ConfigError: as `read`.
@@ -160,8 +161,8 @@ def describe(error: ssl.SSLError) -> str:
     reason = error.reason or str(error)
     if "ALERT" in reason:
         return (
-            f"it refuses the certificate of this side ({reason}): its ca.pem must be "
-            "of another CA, or a clock wrong"
+            f"it refuses this side's certificate ({reason}): its ca.pem is of another "
+            "CA, or one of the clocks is wrong"
         )
     return f"TLS: {reason}"
 
@@ -211,13 +212,13 @@ def diagnose(address: str, folder: str | None) -> str | None:
     except OSError:
         return None
     return (
-        "it hangs up when it sees this learner's certificate: its ca.pem must be of "
-        "another CA, or its clock wrong"
+        "it hangs up when it sees this learner's certificate: its ca.pem is of another "
+        "CA, or its clock is wrong"
     )
 
 
 def _advice(problem: str) -> str:
-    """Return what the user can do about an OpenSSL error."""
+    """Return the remedy for an OpenSSL error."""
     if "expired" in problem or "not yet valid" in problem:
         return (
             ". Check the clocks of both machines; python -m tools.certs --renew makes "
@@ -230,7 +231,7 @@ def _advice(problem: str) -> str:
         )
     if "purpose" in problem:
         return (
-            ". The learner and each server have a folder of their own; these were "
-            "swapped"
+            ". The learner and each server have a folder of their own; these folders "
+            "were swapped"
         )
-    return ": another CA than that of ca.pem signed it"
+    return ": it was not signed by the CA in ca.pem"

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections between machines that dial in and the learner: lines, TLS, then bytes.
 
-For `core.remote.acceptor`, beside the learner, and `core.remote.dialer`, beside the
-environment servers. Both are processes of their own that run asyncio.
+`core.remote.acceptor`, beside the learner, and `core.remote.dialer`, beside the
+environment servers, use this module. Both are separate processes that run asyncio.
 
     learner ── unix socket ── acceptor ── network ── dialer ── unix socket ── server
                                  ◄───────── dials ──────┘
 
-The dialer opens all connections. A connection begins with one line, which says whether
-it is to be encrypted. The next line, the hello, says what the connection is for:
+The dialer opens all connections. The first line of a connection says whether it will be
+encrypted. The next line, the hello, says which kind of connection it is:
 
     join      stays open while the machine takes part: both sides send lines
-    tunnel    carries one gRPC connection, which the acceptor has asked for by a line
+    tunnel    carries one gRPC connection; the acceptor has asked for it by a line
 
 In TLS the machine is the server and the learner is the client, as they are when the
 learner dials. So both use the certificates that they already have, and nobody can pose
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 PROTOCOL = 1
 MAX_LINE_BYTES = 512
-BUFFER_BYTES = 1 << 20  # If more bytes wait to be sent, the sender is not read.
+BUFFER_BYTES = 1 << 20  # While more bytes wait to be sent, reading is paused.
 READ_BYTES = 256 << 10
-CLOSE_S = 5.0  # Time to send what waits when the other side has closed.
-MAX_SERVERS = 10_000  # Of one machine.
+CLOSE_S = 5.0  # Time to send waiting bytes before a connection is closed.
+MAX_SERVERS = 10_000  # Servers of one machine.
 
 FIRST_LINE = re.compile(rf"torchbeast {PROTOCOL} (tls|plain)", re.ASCII)
 JOIN = re.compile(r"join ([0-9a-f]{32}) ([1-9]\d{0,4}) ([\w.-]{1,64})", re.ASCII)
@@ -42,13 +42,13 @@ TUNNEL = re.compile(r"tunnel ([0-9a-f]{32})", re.ASCII)
 
 
 class ProtocolError(ConnectionError):
-    """The other side sent what it must not."""
+    """The other side sent a line that the protocol does not allow."""
 
 
 class Join(NamedTuple):
     """A machine wants to take part."""
 
-    machine: str  # Random; the same each time that this dialer joins.
+    machine: str  # A random number, the same whenever this dialer joins.
     num_servers: int
     name: str
 
@@ -67,7 +67,7 @@ def parse_first_line(line: str) -> bool:
     """Return whether the other side wants to encrypt.
 
     Raises:
-      ProtocolError: this is no first line of this version.
+      ProtocolError: the line is no first line of this version.
     """
     if (match := FIRST_LINE.fullmatch(line)) is None:
         raise ProtocolError(f"expected {first_line(True)!r}, got {line!r:.80}")
@@ -75,10 +75,10 @@ def parse_first_line(line: str) -> bool:
 
 
 def parse_hello(line: str) -> Join | Tunnel:
-    """Return what a connection is for.
+    """Return which kind of connection it is.
 
     Raises:
-      ProtocolError: this is no hello.
+      ProtocolError: the line is no hello.
     """
     if match := TUNNEL.fullmatch(line):
         return Tunnel(match[1])
@@ -92,19 +92,19 @@ class Connection(asyncio.Protocol):
     """One connection, over TCP or a unix socket. For the thread of its event loop.
 
     Args:
-      is_made: called with this object when there is a connection.
+      is_made: called with this object when the connection is made.
     """
 
     transport: asyncio.Transport
 
     def __init__(self, is_made: Callable[["Connection"], Any] = lambda _: None):
         self._is_made = is_made
-        self.error: Exception | None = None  # Why it has ended; None while it stands.
-        self._received = bytearray()  # Not yet read as lines, nor sent on.
-        self._changed: asyncio.Future | None = None  # Wakes who waits for the network.
-        self._other: Connection | None = None  # Where bytes go, once there is a tunnel.
+        self.error: Exception | None = None  # Why it ended; None while it is open.
+        self._received = bytearray()  # Bytes not yet read as lines or relayed.
+        self._changed: asyncio.Future | None = None  # Wakes a coroutine that waits.
+        self._other: Connection | None = None  # The other end of the relay, if any.
         self._tls: ssl.SSLObject | None = None
-        self._is_shaken = False  # Hands, by TLS.
+        self._is_shaken = False  # Whether the TLS handshake is done.
         self._tls_in, self._tls_out = ssl.MemoryBIO(), ssl.MemoryBIO()
 
     # Called by asyncio.
@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
         """Wait for a line; return it without its end.
 
         Raises:
-          ProtocolError: it is longer than MAX_LINE_BYTES, or not ASCII.
+          ProtocolError: the line is longer than MAX_LINE_BYTES, or not ASCII.
           OSError: the connection has ended.
         """
         while (end := self._received.find(b"\n", 0, MAX_LINE_BYTES)) < 0:
@@ -166,7 +166,7 @@ class Connection(asyncio.Protocol):
         """Do a TLS handshake; from then on the connection is encrypted.
 
         Raises:
-          ssl.SSLError: TLS of one of the sides refuses the other.
+          ssl.SSLError: one of the sides refuses the other's certificate or TLS.
           OSError: the connection has ended.
         """
         self._tls = context.wrap_bio(self._tls_in, self._tls_out, server_side=is_server)
@@ -196,7 +196,7 @@ class Connection(asyncio.Protocol):
             self._flush()
 
     def close(self) -> None:
-        """Send what waits, for at most CLOSE_S, and end the connection."""
+        """Send waiting bytes, for at most CLOSE_S, and end the connection."""
         if self.error is None and not self.transport.is_closing():
             self.transport.close()
             loop = asyncio.get_running_loop()
@@ -205,7 +205,7 @@ class Connection(asyncio.Protocol):
     # Of this class.
 
     async def _change(self) -> None:
-        """Wait until something has come; raise the error of an ended connection."""
+        """Wait for bytes or the end; raise the error of an ended connection."""
         if self.error is not None:
             raise self.error
         self._changed = asyncio.get_running_loop().create_future()
@@ -220,7 +220,7 @@ class Connection(asyncio.Protocol):
             self._other.write(data)
             return
         self._received += data
-        if len(self._received) >= MAX_LINE_BYTES:  # Nobody may fill the memory.
+        if len(self._received) >= MAX_LINE_BYTES:  # Limits the memory.
             self.transport.pause_reading()
         self._wake()
 
@@ -242,7 +242,7 @@ class Connection(asyncio.Protocol):
             error = ssl_error
         if pieces:
             self._deliver(b"".join(pieces))
-        self._flush()  # Of a handshake that failed: tells the other side why.
+        self._flush()  # If the handshake failed, tells the other side why.
         if error is not None:
             self.error = error
             self.transport.close()
@@ -253,8 +253,8 @@ class Connection(asyncio.Protocol):
             self.transport.write(self._tls_out.read())
 
 
-def connect(a: Connection, b: Connection) -> None:
-    """From now on send what comes from one connection to the other, and end both."""
+def relay_between(a: Connection, b: Connection) -> None:
+    """Relay all bytes between two connections; when one ends, end the other."""
     for one, other in ((a, b), (b, a)):
         one._other = other
     for one, other in ((a, b), (b, a)):
@@ -267,10 +267,10 @@ def connect(a: Connection, b: Connection) -> None:
 
 
 class Tasks:
-    """Tasks of an event loop that nobody awaits. An exception in one is logged."""
+    """Tasks of an event loop that nobody awaits. Their exceptions are logged."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task] = set()  # asyncio itself has weak references.
+        self._tasks: set[asyncio.Task] = set()  # asyncio keeps only weak references.
 
     def start(self, coroutine: Any) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -292,13 +292,13 @@ class Tasks:
                 await task
 
 
-async def talk(
+async def handle_lines(
     connection: Connection, keepalive_s: float, handle: Callable[[str], Any]
 ) -> None:
-    """Handle the lines of a connection until it ends. Pings, and answers pings.
+    """Call `handle` with each line until the connection ends. Sends and answers pings.
 
     Raises:
-      asyncio.TimeoutError: nothing has come for twice `keepalive_s`.
+      asyncio.TimeoutError: no line has come for twice `keepalive_s`.
       OSError: the connection has ended.
     """
 

@@ -306,7 +306,7 @@ def test_a_dialer_notices_a_learner_that_falls_silent(play):
         scene.address = "{}:{}".format(*server.sockets[0].getsockname())
         scene.join("/nowhere", keepalive_s=0.05)
         await scene.until(lambda: scene.log.count("uses these servers") >= 2)
-        assert "it does not answer; trying on" in scene.log
+        assert "it does not answer; trying again" in scene.log
 
     play(body)
 
@@ -346,20 +346,20 @@ REFUSALS = [
     (
         "other machine",
         "learner",
-        "it refuses the certificate of this side .*UNKNOWN_CA.*of another CA",
-        "127.0.0.1: its certificate: .*another CA than that of ca.pem signed it",
+        "it refuses this side's certificate .*UNKNOWN_CA.*of another CA",
+        "127.0.0.1: its certificate: .*it was not signed by the CA in ca.pem",
     ),
     (
         "machine",
         "other learner",
-        "it refuses the certificate of this side .*UNKNOWN_CA",
-        "127.0.0.1: its certificate: .*another CA",
+        "it refuses this side's certificate .*UNKNOWN_CA",
+        "127.0.0.1: its certificate: .*not signed by the CA",
     ),
     (
         "both",
         "other learner",
-        "its certificate: .*another CA than that of ca.pem",
-        "it refuses the certificate of this side .*UNKNOWN_CA",
+        "its certificate: .*not signed by the CA in ca.pem",
+        "it refuses this side's certificate .*UNKNOWN_CA",
     ),
     ("machine", None, "started with --insecure, not --tls_dir", "one side has --tls"),
     (None, "learner", "the learner was started with --tls_dir", "one side has --tls_d"),
@@ -386,7 +386,7 @@ def test_both_sides_say_why_a_certificate_is_refused(
         link = scene.join("/nowhere", tls_dir=folders.get(machine))
         with pytest.raises(ConfigError, match=machine_says):
             await link
-        assert scene.log.count("; trying on") == dialer.MAX_REFUSALS - 1
+        assert scene.log.count("; trying again") == dialer.MAX_REFUSALS - 1
         await scene.until(lambda: "Refused a connection from" in scene.log)
         assert re.search(learner_says, scene.log), scene.log
         assert scene.told == []
@@ -520,7 +520,7 @@ def test_no_descriptors_left_is_survived(play):
         await scene.open()
         scene.join(await scene.echo("a"))
         path = await scene.joined()
-        asyncio.get_running_loop().set_exception_handler(child._say)
+        asyncio.get_running_loop().set_exception_handler(child._log_unhandled)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         silent = [
             await asyncio.open_connection(*scene.address.split(":")) for _ in range(3)
@@ -560,20 +560,20 @@ def test_right_hellos_say_what_they_are():
 @pytest.mark.parametrize(
     "program, argv, said",
     [
-        ("polybeast", "--listen 0.0.0.0:1", "--listen has 0.0.0.0:1, which is beyond"),
+        ("polybeast", "--listen 0.0.0.0:1", "--listen has 0.0.0.0:1, which is not on"),
         ("polybeast", "--listen 4431", "expected host:port, got '4431'"),
         ("polybeast", "--listen unix:/x", "expected host:port, got 'unix:/x'"),
         (
             "polybeast",
             "--listen :1 --num_servers 2",
-            "--listen is for servers that oth",
+            "--listen is for servers that this",
         ),
         (
             "polybeast",
             "--listen :1 --tls_dir x --insecure",
             "they contradict each other",
         ),
-        ("polybeast_env", "--learner_address h:1", "h:1, which is beyond this machine"),
+        ("polybeast_env", "--learner_address h:1", "h:1, which is not on this machine"),
         ("polybeast_env", "--learner_address unix:/x", "expected host:port"),
         (
             "polybeast_env",
@@ -583,12 +583,12 @@ def test_right_hellos_say_what_they_are():
         (
             "polybeast_env",
             "--learner_address localhost:1 --server_address :2",
-            "servers listen, or dial the learner. Leave one out",
+            "servers either listen or dial the learner. Leave one out",
         ),
         (
             "polybeast_env",
             "--learner_address localhost:1-3 --num_servers 2",
-            "names 3 learners, and each takes a server at least",
+            "names 3 learners, and each needs at least one server",
         ),
     ],
 )

@@ -70,10 +70,10 @@ def test_lost_contact_for_a_certificate_says_so(monkeypatch, caplog):
     contact = pool.Contact(flags)
     assert contact.is_lost(stats(connected=0), event)
     assert contact.is_lost(stats(connected=0), event)
-    assert caplog.records[-1].message.endswith("said: " + event)
+    assert caplog.records[-1].message.endswith("error: " + event)
     monkeypatch.setattr(pool.tls, "diagnose", lambda *args: "it hangs up")
     assert contact.is_lost(stats(connected=0), event)
-    assert caplog.records[-1].message.endswith(f"said: {event}; it hangs up")
+    assert caplog.records[-1].message.endswith(f"error: {event}; it hangs up")
     assert seen == [("a:12", "certs")]
 
 

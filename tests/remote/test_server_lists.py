@@ -89,7 +89,7 @@ def test_a_file_that_never_stands_still_is_followed_too(tmp_path):
         ("h1:1\nh2\n", INSECURE, "hosts, line 2: expected host:port.*got 'h2'"),
         ("h1:1,h2:99999", INSECURE, "hosts, line 1: expected ports from 1 to 65535"),
         ("dns:envs:1", INSECURE, "line 1: expected host:port.*got 'dns:envs:1'"),
-        ("\nh1:1", LOCAL, "hosts, line 2 has h1:1, which is beyond this machine"),
+        ("\nh1:1", LOCAL, "hosts, line 2 has h1:1, which is not on this machine"),
         (b"\xff\xfe", INSECURE, "cannot read .*hosts"),
         ("#" * 2_000_000, INSECURE, "hosts is larger than 1048576 bytes"),
     ],
@@ -195,7 +195,7 @@ def test_a_list_that_fails_leaves_the_servers_and_is_warned_of_once(error, caplo
         assert "going on with the last 1 servers" in caplog.text
         source.result = ["b:1"]
         wait_until(lambda: servers.addresses == ("b:1",))
-    assert "can be used again" in caplog.text
+    assert "is usable again" in caplog.text
 
 
 def test_a_source_that_breaks_ends_the_run():

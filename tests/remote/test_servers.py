@@ -1153,7 +1153,7 @@ def test_other_machines_are_refused_without_protection(start):
 def test_other_machines_are_warned_of(start):
     program = start(*COUNTING, "--insecure", address="0.0.0.0:0")
     program.wait_for_text("Serving")
-    assert "INSECURE: whoever can connect to 0.0.0.0" in program.text()
+    assert "INSECURE: anybody who can connect to 0.0.0.0" in program.text()
     assert "neither encrypted nor authenticated" in program.text()
 
 
@@ -1466,7 +1466,7 @@ def test_defaults_are_said_in_the_help(capsys):
         polybeast_env.parse_flags(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "carries the rows of all. Default: 8" in text
-    assert "another steps. Default: 2" in text
+    assert "another one steps its environments. Default: 2" in text
     assert f"Default: {polybeast_env.SERVER_ADDRESS}" in text
 
 

@@ -102,7 +102,7 @@ def test_a_supervisor_that_is_always_killed_ends_the_run(folder, monkeypatch):
     monkeypatch.setattr(local_servers, "sys", SimpleNamespace(executable=str(killed)))
     flags = polybeast.parse_flags(["--env", "Catch", "--num_servers", "3"])
     with local_servers.LocalServers(flags) as servers:
-        said = r"ended \(killed by SIGKILL\); their last words: last words"
+        said = r"ended \(killed by SIGKILL\); the last line of their output: last words"
         with pytest.raises(RuntimeError, match=said):
             wait_until(lambda: servers.check())
     assert servers.restarts == 4 * 3  # The budget is that of a server.

@@ -116,14 +116,14 @@ def describe(address: str, tls_dir: Path | None, timeout_s: float = 0.3):
 MATRIX = [
     ("expired", "learner", True, "its certificate: certificate has expired.*clocks"),
     ("early", "learner", True, "certificate is not yet valid. Check the clocks"),
-    ("other", "learner", True, "another CA than that of ca.pem"),
+    ("other", "learner", True, "not signed by the CA in ca.pem"),
     ("elsewhere", "learner", True, "Hostname mismatch.*'localhost'.*--hosts NAME"),
     ("ip", "learner", True, "Hostname mismatch.*'localhost'"),
     ("learner", "learner", True, "certificate purpose.*swapped"),
     (None, "learner", True, "does not speak TLS: start it with --tls_dir"),
     ("right", "expired-learner", False, "hangs up when it sees this learner's"),
     ("right", "early-learner", False, "hangs up when it sees this learner's"),
-    ("right", "other-learner", False, "another CA, or its clock wrong"),
+    ("right", "other-learner", False, "another CA, or its clock is wrong"),
     ("right", "elsewhere", False, "hangs up when it sees this learner's"),
     ("right", None, False, "it speaks TLS and this learner does not: add --tls_dir"),
 ]
@@ -339,7 +339,11 @@ def change(folder: Path, name: str, to: bytes | Path | None) -> None:
         ("ca.pem", b"?", "no certificate in .*ca.pem"),
         ("cert.pem", b"?", "cert.pem and .*key.pem do not fit"),
         ("key.pem", "other", "cert.pem and .*key.pem do not fit together.*MISMATCH"),
-        ("ca.pem", "other", "cert.pem is of no use here: .*another CA"),
+        (
+            "ca.pem",
+            "other",
+            "cert.pem cannot be used here: .*not signed by the CA in ca.pem",
+        ),
     ],
 )
 @pytest.mark.parametrize("is_server", [True, False])
@@ -360,7 +364,7 @@ def test_files_that_cannot_be_used_are_named(
         (
             "expired",
             True,
-            "cert.pem is of no use here: certificate has expired.*clocks",
+            "cert.pem cannot be used here: certificate has expired.*clocks",
         ),
         ("expired-learner", False, "certificate has expired"),
         ("early", True, "not yet valid. Check the clocks"),
@@ -408,7 +412,7 @@ def test_a_servers_program_says_what_is_wrong_with_its_files(folders, capsys):
             polybeast_env.log, "error", lambda *args: errors.append(args[0] % args[1:])
         )
         assert polybeast_env.main(argv) == 78
-    assert "cert.pem is of no use here: certificate has expired" in errors[0]
+    assert "cert.pem cannot be used here: certificate has expired" in errors[0]
 
 
 # ------------------------------------------------------------------------ tools.certs

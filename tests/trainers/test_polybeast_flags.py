@@ -540,10 +540,13 @@ BAD_COMBINATIONS = [
     ("--greedy", ["--greedy is set", "--mode is train", "Add --mode test"]),
     ("--xpid a/b", ["--xpid is 'a/b'", "--savedir"]),
     ("--info_keys game_return", ["--info_keys", "'game_return'", "Leave it out"]),
-    ("--tls_dir certs", ["--tls_dir is certs", "unix sockets only", "Leave it out."]),
+    (
+        "--tls_dir certs",
+        ["--tls_dir is certs", "all addresses are unix sockets", "Leave it out."],
+    ),
     (
         "--tls_dir certs --server_addresses unix:/a,unix:/b",
-        ["--tls_dir is certs", "unix sockets only", "Leave it out."],
+        ["--tls_dir is certs", "all addresses are unix sockets", "Leave it out."],
     ),
     (
         "--tls_dir certs --insecure --server_addresses host:1",
