@@ -36,9 +36,10 @@ watch: setup
 test: setup
 	$(PY) -m pytest $(ARGS)
 
-# All tests, and then the lines of core/ and the trainers that no test runs, in any process.
-# Lines of processes that are killed are not counted, and those of MonoBeast's actors are
-# not counted in tests that start the program.
+# All tests, and then the lines of core/ and the trainers that no test runs, in any process
+# that ends by itself: a process that is killed cannot tell which lines it ran. The file's
+# path is absolute because processes write it from other working directories.
+coverage: export COVERAGE_FILE := $(CURDIR)/build/coverage/data
 coverage: setup
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest $(ARGS); status=$$?; \
