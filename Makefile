@@ -72,7 +72,7 @@ nemesis: setup
 nemesis-short: setup
 	$(PY) -m tools.nemesis --short $(ARGS)
 
-# Measures the speed of this commit and compares it with earlier commits, in ten minutes.
+# Measures the speed of this commit, and says what became slower than noise; ten minutes.
 bench: setup
 	$(PY) -m benchmarks.bench
 
