@@ -193,7 +193,7 @@ def load(directory: Path) -> Checkpoint | None:
         if len(rejected) == len(names):
             raise CheckpointError(
                 "\n  ".join([f"no checkpoint in {directory} is good:", *rejected])
-                + "\nBring one back from a backup, or move the folder away to start "
+                + "\nRestore one from a backup, or move the folder away to start "
                 "from scratch."
             )
         found.rejected = rejected

@@ -43,10 +43,11 @@ def explain_out_of_memory(batch: Nest, net: nn.Module) -> Iterator[None]:
         net_mib = sum(x.nbytes for x in net.state_dict().values()) / 2**20
         raise MemoryError(
             f"no memory for an update of {num_rollouts} rollouts of {rows - 1} steps: "
-            f"the batch has {batch_mib:,.1f} MiB, the network {net_mib:,.1f} MiB, its "
-            "gradient and optimizer state a multiple of that, and its activations "
-            f"take the rest; {available_memory() / 2**20:,.1f} MiB of the "
-            "machine's memory are left. Lower --batch_size or --unroll_length."
+            f"the batch has {batch_mib:,.1f} MiB, the network {net_mib:,.1f} MiB. The "
+            "gradient and the optimizer state have a multiple of the network's size, "
+            "and the activations are not counted. The machine has "
+            f"{available_memory() / 2**20:,.1f} MiB left. Lower --batch_size or "
+            "--unroll_length."
         ) from error
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run: what both trainers do around the algorithm, in the same places.
+"""A training run: the steps around the algorithm that both trainers share.
 
 with run_folder(flags) as run_dir, StopSignal() as stop:
     run = Run(flags, run_dir, learner, stop, frames_per_step=4)
@@ -72,9 +72,9 @@ ExtraState = Callable[[], tuple[dict[str, Any], dict[str, dict[str, torch.Tensor
 def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
     """Take the folder of a run, log there, and seed all random number generators.
 
-    Without --seed a run that goes on keeps its seed; a new run draws one, which
-    `flags.seed` is from now on. Of several learners, learner 0 has the folder and
-    decides on its name and the seed.
+    Without --seed a resumed run keeps its seed, and a new run draws one; both set
+    `flags.seed`. Of several learners, learner 0 has the folder and decides on its name
+    and the seed.
 
     Raises:
       RunDirBusy: another process is training in this folder.
@@ -97,9 +97,9 @@ def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
 class Run:
     """A run's folder and all that is written there: checkpoints, logs, status line.
 
-    Used by the main thread. `tick` writes in threads of their own, one for the row and
-    one for the checkpoint: MonoBeast's main thread hands out the rollout buffers, and
-    must wait neither for an update to end nor for a disk or a terminal.
+    Used by the main thread. `tick` writes log rows in one thread and checkpoints in
+    another one, because MonoBeast's main thread hands out the rollout buffers. It must
+    not wait for the end of an update, for a disk or for a terminal.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Run:
         """Create the run.
 
         Args:
-          frames_per_step: emulator frames behind an agent step.
+          frames_per_step: emulator frames per agent step.
           actors_do_both: as `bottleneck` takes it.
           in_background: False makes `tick` write in the calling thread.
         """
@@ -126,7 +126,7 @@ class Run:
         self.run_dir = run_dir
         self._others = learner.learners
         self._has_folder = ranks.rank() == 0
-        # By the starts before this one.
+        # meta.json as earlier starts of the run left it.
         self.recorded = folder.recorded_meta(run_dir) if self._has_folder else {}
         if self._others is not None:
             self.recorded = self._others.share(self.recorded)
@@ -141,9 +141,9 @@ class Run:
         self._earlier_s = 0.0  # Training time before the last resume.
 
     def resume(self) -> checkpoint.Checkpoint | None:
-        """Go on from the newest good checkpoint; return it as `found`, None if none.
+        """Resume from the newest good checkpoint, which becomes `found`, or None.
 
-        A new run begins with the weights that --init_from names, if it does.
+        A new run starts with the weights of --init_from, if the flag is given.
 
         Raises:
           CheckpointError: there are checkpoints, and none is good; or it is another
@@ -160,13 +160,13 @@ class Run:
             self._restore(self.found)
         if self._others is not None:
             self._others.share_weights(self.learner.net)
-        if ranks.rank() > 0:  # Or all learners would draw the same actions.
+        if ranks.rank() > 0:  # Otherwise all learners would draw the same actions.
             self.learner.counts.begin_own()
             seed_rng(env_seed(self.flags.seed, ranks.rank(), self.learner.updates, 0))
         return self.found
 
     def _restore(self, found: checkpoint.Checkpoint) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         for line in found.rejected:
             log.warning("Checkpoint not used: %s", line)
         try:
@@ -174,7 +174,7 @@ class Run:
             self._earlier_s = float(found.state["time_s"])
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise checkpoint.CheckpointError(
-                f"{found.path} is whole, but not of this program: {error!r}. Choose "
+                f"{found.path} was not written by this program: {error!r}. Choose "
                 "another --xpid; --init_from takes the weights alone."
             ) from error
 
@@ -199,7 +199,7 @@ class Run:
         )
 
     def record(self, env_options: Mapping[str, Any], **extra: Any) -> None:
-        """Say how the environment is made, and write meta.json for this start."""
+        """Log the environment's options, and write meta.json for this start."""
         if not self._has_folder:
             return
         log_options(env_options, self.recorded)
@@ -227,16 +227,16 @@ class Run:
         return self.learner.finished()
 
     def goes_on(self) -> bool:
-        """Say whether to go on training: not finished, and no signal came."""
+        """Return whether training continues: it is not finished and no signal came."""
         has_signal = self.stop.received is not None
         if self._others is not None:
-            # The others need this learner until the next update has agreed to stop.
+            # The other learners need this one until all have agreed to stop.
             late = self._others.check_stop(has_signal)
             has_signal = late or self.learner.stopped
         return not has_signal and not self.learner.finished()
 
     def end(self) -> Exit:
-        """Log how the run has ended; return the exit status."""
+        """Log how the run ended; return the exit status."""
         if not self.learner.finished():
             log.info(
                 "Stopped by %s at step %d. The same command goes on from there.",
@@ -249,7 +249,7 @@ class Run:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Open the logs; write the last checkpoint at the end, however that comes."""
+        """Open the logs; at the end, also after an error, write the last checkpoint."""
         flags, learner = self.flags, self.learner
         self._started = self._last_log = self._last_save = time.monotonic()
         self._last_step = learner.step
@@ -279,7 +279,7 @@ class Run:
                 try:
                     self._save_last()
                 except Exception as error:  # The first failure is the one to report.
-                    log.error("No checkpoint of the end: %s", error)
+                    log.error("The last checkpoint is missing: %s", error)
                 raise
             self._save_last()
 
@@ -446,24 +446,25 @@ def check_ledger(learner: Learner, received: int, others: Mapping[str, int]) -> 
 
     Args:
       received: rows that the learner's process has received.
-      others: rows that no learner thread has taken, by what happened to them.
+      others: number of rows that no learner thread has taken, by their fate, such as
+        "discarded".
 
     Raises:
-      RuntimeError: the numbers do not add up: rows were lost, or learned twice.
+      RuntimeError: the sum is wrong: rows were lost, or learned twice.
     """
     parts = {**learner.counts.rows, **others}
     text = f"{received} rows received = "
     text += " + ".join(f"{n} {name}" for name, n in parts.items())
     log.info("%s", text)
     if received != sum(parts.values()):
-        raise RuntimeError(f"{text}: that does not add up")
+        raise RuntimeError(f"{text}: the sum is wrong")
 
 
 def log_options(options: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Say at the start how the environment is made, and what of that has changed.
+    """Log the environment's options, and those that changed since the last start.
 
     Args:
-      options: by name, as the environment's maker says them.
+      options: the environment's options by name.
       recorded: the run's meta.json, or {} in a new run.
     """
     if options:

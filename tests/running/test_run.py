@@ -270,7 +270,7 @@ def test_the_ledger_tells_what_became_of_every_row(savedir, caplog):
     text = "100 learned + 0 stale + 80 unused + 7 discarded + 5 in flight"
     assert caplog.messages[-1] == f"192 rows received = {text}"
     with pytest.raises(
-        RuntimeError, match=f"191 .* = {re.escape(text)}: that does not"
+        RuntimeError, match=f"191 .* = {re.escape(text)}: the sum is wrong"
     ):
         run.check_ledger(learner, 191, others)
 
@@ -526,7 +526,7 @@ def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
     if (key, value) == ("time_s", 7):  # As good as any.
         assert make_run(savedir, xpid="old").resume() is not None
         return
-    with pytest.raises(CheckpointError, match="0300.safetensors is whole") as error:
+    with pytest.raises(CheckpointError, match="0300.safetensors was not written") as error:
         make_run(savedir, xpid="old").resume()
     assert "\n" not in str(error.value) and "--init_from" in str(error.value)
 

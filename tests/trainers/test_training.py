@@ -754,7 +754,7 @@ def test_a_learner_that_hangs_with_the_lock_does_not_hold_up_the_end(start, tmp_
     text = program.text()
     assert "learner-0 did not stop within" in text
     assert "in hang_with_the_lock" in text  # Its stack.
-    assert "No checkpoint of the end: an update has not ended within" in text
+    assert "The last checkpoint is missing: an update has not ended within" in text
     assert text.splitlines()[-1].startswith("core.errors.StallError: an update has")
     load(tmp_path / "runs" / "x")  # One from before that.
 
