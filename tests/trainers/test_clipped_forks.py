@@ -82,11 +82,23 @@ def log_probs(logits, actions):
     return torch.log_softmax(logits.double(), -1).gather(-1, actions[..., None])[..., 0]
 
 
+def old_outputs(net, outputs, batch):
+    """Return the older outputs that a fork's targets are computed with.
+
+    Of IMPACT they are the target network's. Of asynchronous PPO they are the actor's,
+    which are one row later in the batch. The actor has not seen the last row yet.
+    """
+    if hasattr(net, "target"):
+        return net.target(batch, ())[0]
+    keys = ("policy_logits", "baseline")
+    return {key: torch.cat([batch[key][1:], outputs[key][-1:]]) for key in keys}
+
+
 def losses_by_hand(flags, outputs, old, batch):
     """Return the two losses by loops over the equations in the patches' docstrings.
 
     Args:
-      old: the outputs of the policy from which V-trace takes pi' and V'.
+      old: the outputs pi' and V' from which the targets are computed.
     """
     actions = batch["action"][1:]
     log_pi = log_probs(outputs["policy_logits"][:-1], actions)
@@ -106,8 +118,7 @@ def losses_by_hand(flags, outputs, old, batch):
                 error = advantage = 0.0
             v = V[t] + error
             r = (log_pi - log_mu)[t, b].exp()
-            if old is not outputs:
-                r = r * (log_mu - log_old)[t, b].exp().clamp(max=2)
+            r = r * (log_mu - log_old)[t, b].exp().clamp(max=2)
             clipped = min(max(r, 1 - CLIP), 1 + CLIP)
             pg_loss -= min(r * advantage, clipped * advantage)
             if not batch["truncated"][t, b]:
@@ -124,7 +135,7 @@ def test_the_losses_are_those_of_the_equations(trainer):
             if not name.startswith("target."):
                 weight += 0.1 * torch.randn_like(weight)
         outputs, _ = net(batch, ())
-        old = net.target(batch, ())[0] if hasattr(net, "target") else outputs
+        old = old_outputs(net, outputs, batch)
         loss = trainer.compute_loss(learner.flags, net, batch, ())
     pg_loss, baseline_loss = losses_by_hand(learner.flags, outputs, old, batch)
     assert float(loss.pg_loss) == pytest.approx(pg_loss, rel=1e-4)
@@ -137,7 +148,9 @@ def test_on_policy_the_gradient_is_impalas(trainer):
     learner, batch = make_learner(trainer)
     net, flags = learner.net, learner.flags
     with torch.no_grad():
-        batch["policy_logits"][1:] = net(batch, ())[0]["policy_logits"][:-1]
+        outputs = net(batch, ())[0]
+        for key in "policy_logits", "baseline":
+            batch[key][1:] = outputs[key][:-1]
     gradients = []
     for compute_loss in (trainer.compute_loss, update.compute_loss):
         net.zero_grad()
