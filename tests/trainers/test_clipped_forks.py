@@ -17,6 +17,7 @@ import torch
 from core.actors import prepare
 from core.algorithm import update
 from core.nests import map_nest
+from tools.sweep import tomllib
 
 ROOT = Path(__file__).parents[2]
 T, B, CLIP, GAMMA = 5, 7, 0.3, 0.9
@@ -157,6 +158,18 @@ def test_on_policy_the_gradient_is_impalas(trainer):
         compute_loss(flags, net, batch, ()).total_loss.backward()
         gradients.append([p.grad.clone() for p in net.parameters() if p.requires_grad])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fork", ["appo"], indirect=True)
+def test_the_settings_for_mujoco_are_those_of_the_published_runs(trainer):
+    files = "settings/mujoco.txt", "examples/appo/mujoco.txt"
+    argv = [f"@{ROOT / file}" for file in files]
+    text = (ROOT / "results" / "mujoco-appo" / "sweep.toml").read_text()
+    swept = tomllib.loads(text)["flags"]
+    for key in "serial", "total_steps", "log_interval_s":
+        del swept[key]
+    flags = vars(trainer.parse_flags([*argv, "--env", "Pendulum-v1"]))
+    assert {key: flags[key] for key in swept} == swept
 
 
 @pytest.mark.parametrize("fork", ["impact"], indirect=True)
