@@ -36,9 +36,10 @@ watch: setup
 test: setup
 	$(PY) -m pytest $(ARGS)
 
-# The same, and which lines of core/ and the trainers no test runs, in any process.
-# Processes that are killed do not tell theirs, and MonoBeast's actors do not if tests
-# start the program.
+# The same, and which lines of core/ and the trainers no test runs, in any process that
+# ends by itself: a process that is killed cannot tell which lines it ran. The file's
+# path is absolute because processes write it from other working directories.
+coverage: export COVERAGE_FILE := $(CURDIR)/build/coverage/data
 coverage: setup
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest $(ARGS); status=$$?; \
