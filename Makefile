@@ -72,7 +72,8 @@ nemesis: setup
 nemesis-short: setup
 	$(PY) -m tools.nemesis --short $(ARGS)
 
-# How fast this commit is on this machine, beside the commits before; ten minutes.
+# How fast this commit is on this machine, and whether something became slower than noise;
+# ten minutes.
 bench: setup
 	$(PY) -m benchmarks.bench
 

@@ -4,19 +4,30 @@
     python -m benchmarks.bench
 
 Measures parts and programs in turns, REPEATS times, on Pong with the shallow network
-(T=80, B=8), prints medians beside those of the newest earlier run, and adds a file to
-results/speed/history, named by commit. Machines differ, and one machine differs from
-hour to hour: compare the column `per emulator`, each rate over that of the bare
-emulator on one core, measured in the same turn.
+(T=80, B=8), and adds a file to results/speed/history, named by commit. Prints medians
+beside those of the newest earlier file of the same kind of machine: the same CPU model,
+number of cores and version of torch. A machine differs from hour to hour: compare the
+column `per emulator`, each rate over that of the bare emulator on one core, measured in
+the same turn.
+
+A row is slower if the median of `per emulator` fell by more than the noise: the spread
+(highest less lowest turn) of both files, as the root of the sum of their squares. If
+nothing changed, one of the nine rows is called slower in one run of 200 (normally
+distributed turns, REPEATS of them; simulated). A row that lost five standard deviations
+of its turns is found nine times in ten.
+
+Exit status: 0 nothing is slower, or there is nothing to compare with; 1 something is.
 """
 
 import json
+import math
 import platform
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +37,9 @@ from core.running.machine import num_cores
 
 REPEATS = 5
 PART_S, WHOLE_S, WARM_UP_S = 3.0, 12.0, 8.0
-HISTORY = Path(__file__).parents[1] / "results/speed/history"
+ROOT = Path(__file__).parents[1]
+HISTORY = ROOT / "results/speed/history"
+CPU_INFO = Path("/proc/cpuinfo")
 WORK = ["--env", "PongNoFrameskip-v4", "--model", "shallow"]
 WORK += ["--unroll_length", "80", "--batch_size", "8", "--precision", "float32"]
 BFLOAT16 = ["--precision", "bfloat16"]
@@ -55,48 +68,119 @@ def measurements() -> dict[str, tuple]:
     return rows
 
 
-def main() -> None:
+def main() -> int:
     rates: dict[str, list[float]] = {name: [] for name in measurements()}
     for repeat in range(REPEATS):
         for name, (measure, *args) in measurements().items():
             rates[name].append(measure(*args)["sps"])
         print(f"repeat {repeat + 1} of {REPEATS} done", file=sys.stderr)
 
-    ratios = relative(rates)
-    runs = sorted(HISTORY.glob("*.json"))
-    earlier = relative(json.loads(runs[-1].read_text())["steps_per_s"]) if runs else {}
-    print(f"{num_cores()} cores, {platform.machine()}, torch {torch.__version__}")
-    print(f"{'':20}{'steps/s':>9}{'per emulator':>14}{'before':>9}{'change':>8}")
-    for name, ratio in ratios.items():
-        line = f"{name:20}{statistics.median(rates[name]):9.0f}{ratio:14.3f}"
-        if name in earlier:
-            line += f"{earlier[name]:9.3f}{ratio / earlier[name] - 1:+8.0%}"
-        print(line)
+    row = {**kind_of_machine(), "steps_per_s": rates}
+    earlier = last_of_kind(HISTORY, row)
+    path = HISTORY / f"{time.strftime('%Y%m%d-%H%M')}-{describe_commit()}.json"
+    HISTORY.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(row, indent=1) + "\n")
+    return report(row, earlier, path)
+
+
+def report(row: dict[str, Any], earlier: dict[str, Any] | None, path: Path) -> int:
+    """Print what was measured and compared; return the exit status."""
+    changes = compare(row, earlier) if earlier else {}
+    print(f"{row['cpu']}, {row['cores']} cores, torch {row['torch']}")
+    print("\n".join(table(row, changes)))
+    rates = row["steps_per_s"]
     lstm = statistics.median(
         ff / lstm for ff, lstm in zip(rates["learner"], rates["learner, LSTM"])
     )
     print(f"A learner's step with LSTM costs {lstm:.2f} times that without.")
-
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=HISTORY.parent,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    HISTORY.mkdir(parents=True, exist_ok=True)
-    path = HISTORY / f"{time.strftime('%Y%m%d-%H%M')}-{commit or 'unknown'}.json"
-    result = {"cores": num_cores(), "torch": torch.__version__, "steps_per_s": rates}
-    path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"Wrote {path}")
+    if earlier is None:
+        print("Nothing to compare with: no earlier file is of this kind of machine.")
+    slower = [name for name in rates if name in changes and changes[name].is_slower]
+    if slower:
+        print(
+            f"Slower by more than the noise: {'; '.join(slower)}. Commit the file only "
+            "if that is wanted: the next run compares with it."
+        )
+    return 1 if slower else 0
 
 
-def relative(rates: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median, over the turns, of each rate over the yardstick's."""
+# ------------------------------------------------------------------------ the history
+
+
+def kind_of_machine() -> dict[str, Any]:
+    """Return what two files must share to be compared."""
+    cpu = platform.processor() or platform.machine()
+    if CPU_INFO.exists():
+        for line in CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+    return {"cpu": cpu, "cores": num_cores(), "torch": torch.__version__}
+
+
+def last_of_kind(history: Path, row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the newest file whose machine is of the kind of `row`'s, None if none."""
+    for path in sorted(history.glob("*.json"), reverse=True):
+        earlier = json.loads(path.read_text())
+        if all(earlier.get(key) == row[key] for key in ("cpu", "cores", "torch")):
+            return earlier
+    return None
+
+
+class Comparison(NamedTuple):
+    """What the medians of `per emulator` say of one row of the table."""
+
+    before: float
+    change: float  # As a share of `before`; below zero is slower.
+    noise: float  # Likewise.
+
+    @property
+    def is_slower(self) -> bool:
+        return self.change < -self.noise
+
+
+def compare(row: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Comparison]:
+    """Compare what both files have; see the head of this file for the rule."""
+    all_now, all_before = per_emulator(row), per_emulator(earlier)
+    found = {}
+    for name in all_now.keys() & all_before.keys() - {YARDSTICK}:
+        now, before = all_now[name], all_before[name]
+        was = statistics.median(before)
+        spreads = (max(now) - min(now), max(before) - min(before))
+        found[name] = Comparison(
+            was, statistics.median(now) / was - 1, math.hypot(*spreads) / was
+        )
+    return found
+
+
+def table(row: dict[str, Any], changes: dict[str, Comparison]) -> list[str]:
+    head = f"{'':20}{'steps/s':>9}{'per emulator':>14}{'before':>9}{'change':>8}"
+    lines = [f"{head}{'noise':>7}"]
+    for name, turns in per_emulator(row).items():
+        rate = statistics.median(row["steps_per_s"][name])
+        line = f"{name:20}{rate:9.0f}{statistics.median(turns):14.3f}"
+        if name in changes:
+            of = changes[name]
+            line += f"{of.before:9.3f}{of.change:+8.0%}{of.noise:7.0%}"
+            line += "  slower" * of.is_slower
+        lines.append(line)
+    return lines
+
+
+def per_emulator(row: dict[str, Any]) -> dict[str, list[float]]:
+    """Return each rate over the yardstick's, turn by turn."""
+    rates = row["steps_per_s"]
     return {
-        name: statistics.median(r / y for r, y in zip(of_row, rates[YARDSTICK]))
+        name: [rate / y for rate, y in zip(of_row, rates[YARDSTICK])]
         for name, of_row in rates.items()
     }
 
 
+def describe_commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
