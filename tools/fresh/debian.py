@@ -127,6 +127,8 @@ class Machine:
             variable = "PIP_" + name.rpartition(".")[2].upper().replace("-", "_")
             self._env[variable] = " ".join(value.strip("'").split("\\n")).strip()
         places = re.findall(r"/[\w./+-]+", " ".join(self._env.values()))
+        for path in filter(os.path.isfile, places):  # Such as pip's constraints.
+            self.copy(Path(path), path)
         # "file:///opt/x" is found as "///opt/x"; an index's files are beside `simple`.
         paths = {"/" + x.lstrip("/").removesuffix("/simple") for x in places}
         self._mounts = sorted(
