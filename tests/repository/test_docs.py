@@ -65,7 +65,7 @@ def test_the_diffs_in_the_readme_are_lines_of_the_examples():
             assert line in patches, line
 
 
-@pytest.mark.parametrize("name", ["exploration", "impact"])
+@pytest.mark.parametrize("name", ["appo", "exploration", "impact"])
 def test_an_example_counts_the_lines_of_its_patch(name):
     folder = ROOT / "examples" / name
     patch = (folder / "monobeast.patch").read_text()
