@@ -192,6 +192,6 @@ def test_the_page_on_migrating_tells_the_flags_and_their_defaults():
     rows = re.findall(r"^\| `--(\w+)`[^|]*\|([^|]+)\|([^|]+)\|$", page, re.MULTILINE)
     assert len(rows) > 10
     for flag, _, now in rows:
-        assert (flag in defaults) == (not now.strip().startswith("gone")), flag
+        assert (flag in defaults) == (not now.strip().startswith("removed")), flag
         if now.strip().replace(".", "").isdecimal():
             assert defaults[flag] == float(now), flag
