@@ -78,7 +78,7 @@ def test_a_serial_run_with_replay_is_exact_until_it_is_resumed(start, tmp_path):
     assert all(float(row["mean_rho"]) == pytest.approx(1, abs=1e-4) for row in rows)
     resumed = start(*serial, "--xpid", "a", "--total_steps", STEPS + 40)
     assert resumed.wait() == 0, resumed.text()
-    assert "the replay starts empty, so this run does not go on exact" in resumed.text()
+    assert "so this run is not equal to one without the interruption" in resumed.text()
     more = log_rows(a)[len(rows) :]
     assert [bool(row["replay_mean_rho"]) for row in more] == [False] * 2 + [True] * 2
 
