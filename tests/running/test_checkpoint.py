@@ -697,8 +697,8 @@ def entry(start, end, shape=(3,), dtype="F32"):
 
 
 class Bomb:
-    def __reduce__(self):
-        return os._exit, (1,)
+    def __reduce__(self):  # Not os._exit itself: coverage puts its own in its place.
+        return exec, ("import os; os._exit(1)",)
 
 
 HOSTILE_FILES = {
