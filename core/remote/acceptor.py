@@ -42,6 +42,7 @@ from core.remote.tunnel import (
     parse_first_line,
     parse_hello,
     relay_between,
+    within,
 )
 
 log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class Acceptor:
         if len(self._silent) > MAX_SILENT:
             self._end_oldest_silent()
         try:
-            hello = await asyncio.wait_for(self._receive_hello(connection), HELLO_S)
+            hello = await within(HELLO_S, self._receive_hello(connection))
         except (OSError, asyncio.TimeoutError) as error:
             self._log_refusal(connection, error)
             connection.close()
@@ -298,7 +299,7 @@ class Acceptor:
         waiting = self._tickets[ticket] = asyncio.get_running_loop().create_future()
         machine.control.send(f"open {ticket} {index}")
         try:
-            tunnel = await asyncio.wait_for(waiting, OPEN_S)
+            tunnel = await within(OPEN_S, waiting)
         except (OSError, asyncio.TimeoutError):
             connection.close()
             return

@@ -30,6 +30,7 @@ from core.remote.tunnel import (
     first_line,
     handle_lines,
     relay_between,
+    within,
 )
 
 log = logging.getLogger(__name__)
@@ -107,9 +108,9 @@ class Link:
 
     async def _take_part(self) -> None:
         """Join, and dial as the acceptor asks, until the connection ends."""
-        control = await asyncio.wait_for(self._dial(self._join), DIAL_S)
+        control = await within(DIAL_S, self._dial(self._join))
         try:
-            answer = await asyncio.wait_for(control.line(), DIAL_S)
+            answer = await within(DIAL_S, control.line())
             if answer != "welcome":
                 raise ProtocolError(f"it said {answer!r:.200} instead of welcome")
             self._wait_s, self._was_welcome = FIRST_WAIT_S, True
@@ -136,8 +137,7 @@ class Link:
         try:
             _, server = await loop.create_unix_connection(Connection, path)
             async with self._dialing:
-                dial = self._dial(f"tunnel {ticket}")
-                tunnel = await asyncio.wait_for(dial, DIAL_S)
+                tunnel = await within(DIAL_S, self._dial(f"tunnel {ticket}"))
         except (OSError, asyncio.TimeoutError) as error:
             if server is not None:
                 server.close()

@@ -24,8 +24,10 @@ import contextlib
 import logging
 import re
 import ssl
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -266,6 +268,27 @@ def relay_between(a: Connection, b: Connection) -> None:
             other.close()
 
 
+async def within(limit_s: float, awaitable: Awaitable[T]) -> T:
+    """Return the awaitable's result; cancel it after `limit_s` seconds.
+
+    Before Python 3.12 asyncio.wait_for loses a cancellation that comes together with
+    the result, and the cancelled task goes on for ever. This function never loses one.
+
+    Raises:
+      asyncio.TimeoutError: there is no result within the limit.
+    """
+    task = asyncio.ensure_future(awaitable)
+    # Looks at the error, if there is one: asyncio warns of errors that nobody looks at.
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    try:
+        done, _ = await asyncio.wait({task}, timeout=limit_s)
+    finally:
+        task.cancel()  # Without effect if it is done.
+    if not done:
+        raise asyncio.TimeoutError
+    return task.result()
+
+
 class Tasks:
     """Tasks of an event loop that nobody awaits. Their exceptions are logged."""
 
@@ -310,7 +333,7 @@ async def handle_lines(
     task = asyncio.get_running_loop().create_task(ping())
     try:
         while True:
-            line = await asyncio.wait_for(connection.line(), 2 * keepalive_s)
+            line = await within(2 * keepalive_s, connection.line())
             if line == "ping":
                 connection.send("pong")
             elif line != "pong":

@@ -540,6 +540,39 @@ def test_no_descriptors_left_is_survived(play):
     play(body)
 
 
+@pytest.mark.parametrize("outcome", ["result", "error"])
+def test_within_loses_no_cancellation_that_comes_with_the_result(outcome):
+    async def play():
+        future = asyncio.get_running_loop().create_future()
+
+        async def wait():
+            return await future  # A coroutine, since `within` then needs a task.
+
+        task = asyncio.ensure_future(tunnel.within(DEADLINE_S, wait()))
+        await asyncio.sleep(0)  # `within` starts.
+        await asyncio.sleep(0)  # `wait` starts.
+        if outcome == "result":
+            future.set_result(1)
+        else:
+            future.set_exception(OSError())
+        await asyncio.sleep(0)  # `wait` ends.
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+
+
+def test_within_ends_what_takes_too_long():
+    async def play():
+        future = asyncio.get_running_loop().create_future()
+        with pytest.raises(asyncio.TimeoutError):
+            await tunnel.within(0.0, future)
+        assert future.cancelled()
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize(
     "line",
     ["", "join", f"join {MACHINE} 01 x", f"join {MACHINE} 1 x ", f"tunnel {MACHINE}0"],
