@@ -497,14 +497,20 @@ def test_servers_elsewhere_may_come_late_and_come_again(
     assert servers.poll() is None  # They serve the next learner.
 
 
-def own_threads(process: psutil.Process) -> int:
-    """Count the threads of a learner, but for those that gRPC starts when it likes."""
-    names = []
+# gRPC starts and ends these threads when it likes: one more timer thread whenever a
+# timer is due and no other thread waits.
+GRPC_THREADS = "default-exec", "event_engine", "grpc_", "resolver-exec", "timer_manager"
+
+
+def threads_and_files(program: Program) -> tuple[int, int]:
+    """Count a program's threads, without gRPC's, and its open files."""
+    process, names = psutil.Process(program.pid), []
     for thread in process.threads():
         with contextlib.suppress(OSError):  # It has just ended.
             path = Path(f"/proc/{process.pid}/task/{thread.id}/comm")
             names.append(path.read_text())
-    return sum(not name.startswith(("default-exec", "event_engine")) for name in names)
+    num_threads = sum(not name.startswith(GRPC_THREADS) for name in names)
+    return num_threads, process.num_fds()
 
 
 def test_servers_come_and_go_with_a_file(train, serve, run_dir, folder, tmp_path):
@@ -526,12 +532,25 @@ def test_servers_come_and_go_with_a_file(train, serve, run_dir, folder, tmp_path
 
     hosts.write_text("\n".join(addresses))
     program.wait_for(lambda: streams() == 2)
-    learner = psutil.Process(program.pid)
-    before = own_threads(learner), learner.num_fds()
+    # A thread that writes a row exists for a moment only: the smallest counts until the
+    # next row are without this thread.
+    looks, rows = [threads_and_files(program)], num_rows(run_dir)
+
+    def look_until_next_row() -> bool:
+        looks.append(threads_and_files(program))
+        return num_rows(run_dir) > rows
+
+    program.wait_for(look_until_next_row)
+    fewest_threads, fewest_files = map(min, zip(*looks))
     for content, now in ((addresses[1], 1), ("\n".join(addresses), 2)):
         hosts.write_text(content)
         program.wait_for(lambda now=now: streams() == now)
-    assert own_threads(learner) <= before[0] and learner.num_fds() <= before[1]
+
+    def is_as_before() -> bool:  # A leaked thread or file would stay for ever.
+        threads, files = threads_and_files(program)
+        return threads <= fewest_threads and files <= fewest_files
+
+    program.wait_for(is_as_before)
     for line in (
         "Servers: 2 servers (",
         f"Servers: 0 servers joined; 1 server ({addresses[0]}) left; now 1",
