@@ -40,6 +40,7 @@ def main() -> None:
     )
     parser.add_argument("folders", nargs=2, type=Path, metavar="FOLDER")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
+    parser.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
     parser.add_argument("--warm_up_s", type=float, default=6.0)
@@ -48,7 +49,9 @@ def main() -> None:
     folders = [folder.resolve() for folder in flags.folders]
     out = flags.out and flags.out.resolve()
     rates: dict[str, list[list[float]]] = {
-        f"{program} {work}": [[], []] for program in flags.programs for work in WORK
+        f"{program} {work}": [[], []]
+        for program in flags.programs
+        for work in flags.work
     }
     for repeat in range(flags.repeats):
         for name, both in rates.items():
