@@ -275,6 +275,8 @@ class Acceptor:
 
     def _remove(self, machine: Machine) -> None:
         self._machines.pop(machine.join.machine, None)
+        if machine.removal is not None:  # It would remove whoever has the name by then.
+            machine.removal.cancel()
         if machine.control is not None:
             machine.control.close()
         for listener in machine.listeners:

@@ -497,6 +497,29 @@ def test_garbage_is_refused_and_disturbs_nobody(play, monkeypatch):
     play(body)
 
 
+def test_a_machine_that_comes_back_as_another_stays(play, monkeypatch):
+    monkeypatch.setattr(acceptor_module, "LEAVE_S", 0.1)
+
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        link = scene.join(await scene.echo("a"))
+        await scene.joined()
+        (old,) = scene.acceptor._machines.values()
+        link.cancel()
+        old.control.transport.abort()  # It leaves without a goodbye.
+        await scene.until(lambda: old.removal is not None)
+        monkeypatch.setattr(dialer.socket, "gethostname", lambda: "renamed")
+        scene.join(await scene.echo("b"))
+        await scene.joined(times=2)
+        loop = asyncio.get_running_loop()
+        await scene.until(lambda: loop.time() > old.removal.when())
+        (new,) = scene.acceptor._machines.values()
+        assert new is not old
+        assert await ask(f"{new.path}.0", b"x") == b"x"
+
+    play(body)
+
+
 def test_a_connection_that_ends_in_a_handshake_is_no_error(play, folders):
     async def body(scene: Scene) -> None:
         await scene.open(folders["learner"])
