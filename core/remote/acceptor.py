@@ -275,7 +275,7 @@ class Acceptor:
 
     def _remove(self, machine: Machine) -> None:
         self._machines.pop(machine.join.machine, None)
-        if machine.removal is not None:  # It would remove whoever has the name by then.
+        if machine.removal is not None:  # Its timer would remove the successor.
             machine.removal.cancel()
         if machine.control is not None:
             machine.control.close()

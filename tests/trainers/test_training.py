@@ -663,8 +663,10 @@ def env_with_tiny_files():
 
 @pytest.mark.parametrize("size", ["small", "tiny"])
 def test_shared_buffers_beyond_ulimit_f_are_refused_before_anything_runs(
-    start, tmp_path, size
+    start, tmp_path, monkeypatch, size
 ):
+    # The program could not write the file of `make coverage` either.
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
     env = f"tests.trainers.test_training:env_with_{size}_files"
     program = start(*SERIAL, "--env", env, "--xpid", "x")
     assert program.wait() == 78, program.text()
