@@ -651,26 +651,23 @@ def test_a_full_disk_is_survived_while_training_and_fatal_at_the_end(start, tmp_
     assert load(run_dir).path.name > old
 
 
-def env_with_small_files(limit: int = 100_000):
-    """Catch in a process whose files may not grow beyond `limit` bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+def env_with_small_files():
+    """Catch in a process whose files have room for all that is printed, but no more."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))
     return toys.Catch()
 
 
-def env_with_tiny_files():
-    return env_with_small_files(2500)  # For all that is printed, but not meta.json.
-
-
-@pytest.mark.parametrize("size", ["small", "tiny"])
 def test_shared_buffers_beyond_ulimit_f_are_refused_before_anything_runs(
-    start, tmp_path, monkeypatch, size
+    tmp_path, monkeypatch
 ):
-    # The program could not write the file of `make coverage` either.
+    # It could not write the file of `make coverage` either.
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
-    env = f"tests.trainers.test_training:env_with_{size}_files"
-    program = start(*SERIAL, "--env", env, "--xpid", "x")
-    assert program.wait() == 78, program.text()
-    last = program.text().splitlines()[-1]
+    env = "tests.trainers.test_training:env_with_small_files"
+    command = [sys.executable, "-m", "monobeast", "--savedir", tmp_path / "runs"]
+    command += [*map(str, SERIAL), "--env", env, "--xpid", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 78, done.stderr
+    last = done.stderr.splitlines()[-1]
     assert re.match(
         r"ConfigError: shared memory: need [\d.]+ MiB, but no file may", last
     )
