@@ -57,8 +57,9 @@ class Snapshots:
             lambda x: x.detach().to("cpu", copy=True), tensors
         )
         rng, rng_tensors = rng_state()
+        flags = ranks.flags_of_run(vars(self._flags))
         state = {
-            "flags": {k: plain(v) for k, v in ranks.whole(vars(self._flags)).items()},
+            "flags": {k: plain(v) for k, v in flags.items()},
             "learner": learner.state(),
             "rng": rng,
             **optimizers,
@@ -91,7 +92,7 @@ class Snapshots:
         log.info("Run %s goes on from step %d", flags.xpid, learner.step)
         if flags.init_from is not None:
             log.info("  --init_from %s is ignored: the run resumes", flags.init_from)
-        ours = ranks.whole(vars(flags))
+        ours = ranks.flags_of_run(vars(flags))
         for key, old in state["flags"].items():
             new = plain(ours.get(key, old))
             if new != old:

@@ -204,7 +204,7 @@ class Run:
             return
         log_options(env_options, self.recorded)
         extra |= {"step": self.learner.step, "env_options": dict(env_options)}
-        flags = ranks.whole(vars(self.flags))
+        flags = ranks.flags_of_run(vars(self.flags))
         folder.write_meta(self.run_dir, flags=flags, extra=extra)
 
     @property
@@ -251,6 +251,7 @@ class Run:
     def open(self) -> Iterator[None]:
         """Open the logs; at the end, also after an error, write the last checkpoint."""
         flags, learner = self.flags, self.learner
+        recorded_flags = ranks.flags_of_run(vars(flags))
         self._started = self._last_log = self._last_save = time.monotonic()
         self._last_step = learner.step
         self._stats: dict[str, Any] = {}
@@ -266,7 +267,7 @@ class Run:
                     info_keys=flags.info_keys,
                     resume_step=None if self.found is None else learner.step,
                     wandb=flags.wandb,
-                    config={k: plain(v) for k, v in ranks.whole(vars(flags)).items()},
+                    config={k: plain(v) for k, v in recorded_flags.items()},
                 )
             )
             self._status = stack.enter_context(
