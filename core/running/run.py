@@ -161,7 +161,7 @@ class Run:
         if self._others is not None:
             self._others.share_weights(self.learner.net)
         if ranks.rank() > 0:  # Otherwise all learners would draw the same actions.
-            self.learner.counts.begin_own()
+            self.learner.counts.discard_restored()
             seed_rng(env_seed(self.flags.seed, ranks.rank(), self.learner.updates, 0))
         return self.found
 
