@@ -334,7 +334,7 @@ def impala_loss(
       baseline_cost, entropy_cost: weights of the baseline loss and the entropy bonus.
       reward_clipping: "abs_one" clamps rewards to [-1, 1], "none" leaves them.
       scale: `PopArt.scale`, about the standard deviation of v; or 1.
-      clipping: `lambda_` and thresholds, as `vtrace.from_importance_weights` takes them.
+      clipping: `lambda_` and the thresholds of `vtrace.from_importance_weights`.
 
     Raises:
       ValueError: a shape, a dtype or reward_clipping is wrong; the message names it.
