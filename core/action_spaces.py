@@ -151,7 +151,7 @@ def check_mask(observation_space: gym.Space, action_space: gym.Space) -> None:
             f"'observation/{ACTION_MASK}' is {text_of(mask)}; expected {expected} "
             f"zeros and ones, one for each value of each Discrete choice in the action "
             f"space {text_of(action_space)}: MultiBinary({expected}), a Box of int8, "
-            "or a Tuple of such spaces. If it is no mask, give that key another name."
+            "or a Tuple of such spaces. If it is not a mask, give the key another name."
         )
     if isinstance(rest, gym.spaces.Dict) and not rest.spaces:
         raise ConfigError(

@@ -189,7 +189,7 @@ class ActionDistribution:
       num_parameters: P, the size of `policy_logits`.
       size: S, the size of a sample.
       num_log_stds: number of logs of standard deviations, at the end of the parameters.
-      columns: the specs of what `draw` returns, for one row of one environment.
+      columns: the specs of the arrays of `draw`, for one row of one environment.
 
     Raises:
       ConfigError: no distribution fits a part of the space.

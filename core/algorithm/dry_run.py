@@ -32,8 +32,8 @@ def dry_run(
     computed, too. As in a run, all inputs of `net` are contiguous tensors.
 
     Args:
-      outputs: what `net` must return for each row of each environment; it may return
-        more.
+      outputs: the arrays that `net` must return for each row of each environment. It
+        may return more.
 
     Raises:
       ConfigError: outputs or recurrent state have another structure, shape or dtype.

@@ -153,7 +153,7 @@ class Recorder:
     def __call__(
         self, function: Callable[..., Any], args: Nest
     ) -> tuple[Callable[[], None], Any]:
-        """Record what `function(*args)` does.
+        """Record the GPU operations of `function(*args)`.
 
         Returns:
           A function that runs the recording again, in the caller's stream and with the
@@ -176,4 +176,4 @@ class Recorder:
         return graph.replay, outputs
 
 
-_recording = threading.Lock()  # CUDA's random generator allows one recording a time.
+_recording = threading.Lock()  # CUDA's random numbers allow one recording at a time.

@@ -274,10 +274,10 @@ def _find_digest(data: bytes) -> tuple[int, int]:
     """Return the position of the sha256's 64 digits in a checkpoint's bytes."""
     header_end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     if header_end > len(data):
-        raise CheckpointError(f"is truncated, or no checkpoint: {len(data)} bytes")
+        raise CheckpointError(f"is truncated, or not a checkpoint: {len(data)} bytes")
     match = _SHA256.search(data, _LENGTH_BYTES, header_end)
     if match is None:
-        raise CheckpointError("is no checkpoint: its header has no sha256")
+        raise CheckpointError("is not a checkpoint: its header has no sha256")
     return match.span(1)
 
 

@@ -149,7 +149,7 @@ class RunLog:
                 self._write_header(self._fields, math.inf)
                 self._csv.reopen()
             if self._events.file.is_gone():
-                self._events.begin_anew(step)
+                self._events.reopen(step)
             for file in self._out_logs:
                 if file.is_gone():
                     file.reopen()
@@ -338,7 +338,7 @@ class _EventFile:
         layout = self._summary(value=[dashboard.layout()])
         self._write(self._event(step=purge_step, summary=layout))
 
-    def begin_anew(self, step: int) -> None:
+    def reopen(self, step: int) -> None:
         """Continue in a new file after the old one was deleted."""
         self.file.path.parent.mkdir(exist_ok=True)
         self.file.reopen()

@@ -52,7 +52,7 @@ from core.running.supervise import start_thread
 log = logging.getLogger(__name__)
 
 
-# Columns that are 0 in a run without problems. At the end, the run logs the other ones.
+# Columns that are 0 in a run without problems. At its end a run logs the other columns.
 NOT_NORMAL = {
     "actor_restarts": "actor restarts",
     "rollouts_discarded": "rollouts discarded",
@@ -479,7 +479,7 @@ def log_options(options: Mapping[str, Any], recorded: Mapping[str, Any]) -> None
         log.info("Environment options: %s", text)
     before = recorded.get("env_options", options)
     for name in sorted({*before, *options}):
-        old, new = before.get(name, "not told"), options.get(name, "not told")
+        old, new = before.get(name, "not reported"), options.get(name, "not reported")
         if old != new:
             log.warning(
                 "  %s was %s when this run was started before, and is now %s",

@@ -33,8 +33,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopSignal:
     """Sets `received` at the first of STOP_SIGNALS, and ends the process at the second.
 
-    A signal within DUPLICATE_S of the first counts as the first signal again. So does a
-    SIGHUP at any later time: kernel and shell send one each. If SIGHUP is ignored at
+    A signal within DUPLICATE_S of the first is taken for a duplicate and ignored. So is
+    a SIGHUP at any later time: kernel and shell send one each. If SIGHUP is ignored at
     the start (`nohup`), it stays ignored.
 
     A context manager for the main thread, which restores the old handlers at its end.

@@ -60,16 +60,16 @@ class Terminal(io.TextIOBase):
         """Write to the same place as `stream`, which must have a file descriptor."""
         self._stream = stream
         self._encoding = stream.encoding or "utf-8"
-        # Writes to this descriptor do not block, if the system allows: `_open_again`.
+        # Writes to this descriptor do not block, if possible: see `_open_again`.
         self.urgent_fd = _open_again(stream.fileno())
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._waiting = bytearray()
         self._hangs = False
         self._lost = 0  # Dropped lines that no note has reported yet.
-        os.register_at_fork(after_in_child=self._begin_anew)
+        os.register_at_fork(after_in_child=self._reset_in_child)
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         self._lock = threading.Lock()
         self._waiting.clear()  # The parent writes this text.
 
@@ -114,10 +114,10 @@ class Terminal(io.TextIOBase):
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Prevent that C libraries block when they write to the stream's descriptor.
+        """Make writes of C libraries to the stream's descriptor never block.
 
-        The descriptor still is the same file (a terminal, for instance), so that pdb
-        edits lines.
+        The descriptor still refers to the same file (a terminal, for instance), so that
+        pdb can edit lines.
         """
         fd, blocking = self.fileno(), os.dup(self.fileno())
         os.dup2(self.urgent_fd, fd)
@@ -126,7 +126,7 @@ class Terminal(io.TextIOBase):
         try:
             yield
         finally:
-            ctypes.CDLL(None).fflush(None)  # Writes the text in the buffers of C.
+            ctypes.CDLL(None).fflush(None)  # Writes the buffers of C's stdio.
             os.dup2(blocking, fd)
             os.close(blocking)
 
@@ -174,7 +174,7 @@ def never_waiting(*, c_code: bool = False) -> Iterator[None]:
     """Make print and logging to stderr never block in this process.
 
     Args:
-      c_code: also for C libraries. Child processes inherit this.
+      c_code: do the same for C libraries. Child processes inherit this.
     """
     old = sys.stdout, sys.stderr
     new = [Terminal(x) if _has_descriptor(x) else x for x in old]

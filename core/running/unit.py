@@ -215,7 +215,7 @@ def _guard(worker: int, parent: int) -> NoReturn:
 
 
 def _reap(worker: int) -> int | None:
-    """Reap children that have ended; return the worker's status if it has ended.
+    """Reap children that have ended; return the status of the worker if it has ended.
 
     Raises:
       ChildProcessError: there are no children.
