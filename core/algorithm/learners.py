@@ -331,8 +331,8 @@ class Learners:
         if self._limit_s is not None and waited_s > 0.9 * self._limit_s:
             return LearnerLost(
                 f"{names} of {self.size} did not answer within {self._limit_s:g} s "
-                "(--stall_timeout_s): its environments or servers are away, or its "
-                "process is stopped"
+                "(--stall_timeout_s): its environments or servers do not answer, or "
+                "its process is stopped"
             )
         return LearnerLost(f"lost {names} of {self.size}: {one_line(str(error))}")
 
@@ -473,7 +473,7 @@ def _connect(flags: argparse.Namespace) -> Learners:
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
-            f"learner {ranks.rank()} of {ranks.size()} cannot meet the others at "
-            f"{where}: {one_line(str(error))}. If another job uses this port, give "
-            "torchrun another --master_port, or --standalone."
+            f"learner {ranks.rank()} of {ranks.size()} cannot connect to the other "
+            f"learners at {where}: {one_line(str(error))}. If another job uses this "
+            "port, give torchrun another --master_port, or --standalone."
         ) from error

@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         violations = check(flags.env, num_steps=flags.steps, seed=flags.seed)
     except (UnlearnableSpace, ConfigError) as error:
-        print(f"not learned  {error}")
+        print(f"unsupported  {error}")
         return EXIT_SPEC_MISMATCH
     except ValueError as error:
         parser.error(str(error))

@@ -175,7 +175,7 @@ class RunLog:
             self._csv = self._open_csv({**self._fields, **fields}, math.inf)
         except OSError as error:
             self._refused |= fields.keys()
-            log.warning("logs.csv has no column %s: %s", ", ".join(fields), error)
+            log.warning("Cannot add %s to logs.csv: %s", ", ".join(fields), error)
         else:
             old.close()
 

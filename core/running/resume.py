@@ -154,7 +154,8 @@ class Snapshots:
         theirs = found.state.get("flags")
         theirs = theirs if isinstance(theirs, dict) else {}
         differences = [
-            f"; --{key} there {theirs[key]}, here {getattr(self._flags, key)}"
+            f"; --{key} was {theirs[key]} in that run and is "
+            f"{getattr(self._flags, key)} in this run"
             for key in ("env", *NETWORK_FLAGS)
             if key in theirs and theirs[key] != getattr(self._flags, key)
         ]
