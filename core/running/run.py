@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training run: the steps around the algorithm that both trainers share.
 
-    with run_folder(flags) as run_dir, StopSignal() as stop:
-        run = Run(flags, run_dir, learner, stop, frames_per_step=4)
-        run.resume()
-        if run.has_nothing_to_do():
-            return Exit.DONE
-        run.record(env_options)
-        with run.open():
-            while run.goes_on():
-                ...
-                run.tick(columns)
-        return run.end()
+with run_folder(flags) as run_dir, StopSignal() as stop:
+    run = Run(flags, run_dir, learner, stop, frames_per_step=4)
+    run.resume()
+    if run.has_nothing_to_do():
+        return Exit.DONE
+    run.record(env_options)
+    with run.open():
+        while run.goes_on():
+            ...
+            run.tick(columns)
+    return run.end()
 """
 
 import argparse
