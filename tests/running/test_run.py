@@ -653,7 +653,7 @@ def test_the_environments_options_are_told_and_what_has_changed_of_them(caplog):
     run.log_options({"noop_max": 3, "sticky_actions": 0.25}, recorded)
     _, *changes = [message.split() for message in caplog.messages]
     assert [(words[0], words[2], words[-1]) for words in changes] == [
-        ("old", "True", "told"),
+        ("old", "True", "reported"),
         ("sticky_actions", "0.0", "0.25"),
     ]
     caplog.clear()
