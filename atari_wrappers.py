@@ -12,10 +12,10 @@
     WarpFrame     scales the picture to 84x84 pixels
     FrameStack    shows the last 4 pictures: uint8 [4, 84, 84], the newest last
 
-Up to EpisodicLife a step is one emulator *frame*, and its observation is not used (the
-Emulator returns None). MaxAndSkip turns frames into *steps* and asks the emulator for
-the pictures that it needs, so no other frame is drawn. From MaxAndSkip on observations
-are new arrays, which you may keep or write into.
+From the emulator to EpisodicLife a step is one emulator *frame*, and its observation is
+not used (the Emulator returns None). MaxAndSkip turns frames into *steps* and asks the
+emulator for the pictures that it needs, so no other frame is drawn. From MaxAndSkip on,
+observations are new arrays, which you may keep or write into.
 
 Rewards are not clipped here; the learner clips them. Rewards of the frames before an
 episode's first observation (no-ops, fire) are dropped.
@@ -146,7 +146,7 @@ def make_atari(
       wrappers: as `wrap` takes them.
 
     Raises:
-      ValueError: `env_id` is no Atari game, or an option is out of its range, or a
+      ValueError: `env_id` is not an Atari game, or an option is out of its range, or a
         package is not installed.
     """
     if IMPORT_ERROR:
@@ -285,8 +285,8 @@ class EpisodicLife(gym.Wrapper):
     `info["life_lost"] = True`; the next `reset` continues the same game. Any other
     `reset` (in the middle of an episode, or with a seed) begins a new game.
 
-    A game without lives left goes on until the emulator ends it: Q*bert plays on for
-    some frames. Winning a life ends nothing.
+    A game without lives left goes on until the emulator ends it: Q*bert goes on for
+    some frames. Winning a life does not end the episode.
 
     `info["new_game"]` of a `reset` says whether a new game began. It can be True even
     after `life_lost`: if the frames before the new episode end the game, or reach its
@@ -331,10 +331,9 @@ class MaxAndSkip(gym.Wrapper):
     pictures, not the grey of a max over colours. After `reset` there is only one
     picture. Rewards are summed.
 
-    The end of an episode ends the skip; then the final picture is that one frame,
-    unless it is the last frame of the skip. A time limit waits for the end of the skip:
-    a truncated episode bootstraps from its final picture, so that picture must look
-    like all other pictures.
+    A termination ends the skip early. Then the final picture is the last frame alone. A
+    time limit does not end the skip early: a truncated episode bootstraps from its
+    final picture, so this picture must look like all other pictures.
     """
 
     def __init__(self, env: gym.Env, frame_skip: int):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainers must share exactly. Nothing in here imports a trainer."""
+"""Code that both trainers must share exactly. No module here imports a trainer."""

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Action spaces that a policy can act in, and masks that rule actions out.
 
-Masks: the environment observes a Dict with the key `action_mask`, as those of
-PettingZoo do: True or 1 for each value of the Discrete action that is allowed now,
-False or 0 for each that is not. Where an action has several Discrete choices
+Masks: observations are a Dict with the key `action_mask`, as in PettingZoo: True or 1
+for each value of the Discrete action that is allowed now, False or 0 for each value
+that is not. Where an action has several Discrete choices
 (MultiDiscrete, or a Dict or Tuple of such spaces), the mask has the entries of all
 choices one after another, in one array or in a Tuple of arrays.
 
-The mask is a part of the row, so the learner applies the same mask as the actor did.
+The mask is a part of the rollout row, so learner and actor apply the same mask.
 `core.algorithm.distributions.mask_logits` gives each action that is not allowed the
 lowest finite logit, so that its probability is 0 in sampling, log-probabilities,
 entropy and V-trace.
 
-If an environment allows no action at all, it broke its own rules: the episode ends with
-an error (`core.environments.row_writer`). If such a row comes from a server of another
-make, all actions are equally likely.
+If a mask allows no action at all, that is an error of the environment, which ends the
+episode (`core.environments.row_writer`). A server that is not TorchBeast's may send
+such a row nevertheless: then all actions are equally likely.
 
 Needs numpy and gymnasium, never torch: environment machines use it.
 """
@@ -30,7 +30,7 @@ from core.nests import Nest, leaves
 from core.rollout import leaf_spaces, text_of, wrong_bounds
 
 ACTION_MASK = "action_mask"  # Key of a Dict observation.
-MAX_CATEGORIES = 2**24  # More than this torch.multinomial does not sample from.
+MAX_CATEGORIES = 2**24  # The limit of torch.multinomial.
 
 
 def check_spaces(observation_space: gym.Space, action_space: gym.Space) -> None:
@@ -96,9 +96,9 @@ def category_sizes(action_space: gym.Space) -> list[int]:
 
 
 def first_action(space: gym.Space) -> Any:
-    """Return a leaf of the `last_action` of a row that comes before the first action.
+    """Return the `last_action` (one leaf) of a row before the first action.
 
-    That is 0, or the value of the space that is nearest to it.
+    This is 0, or the value of the space that is nearest to 0.
     """
     if isinstance(space, gym.spaces.Box):
         return np.clip(0, space.low, space.high)
@@ -111,8 +111,8 @@ def first_action(space: gym.Space) -> Any:
 def split_mask(observation: Any) -> tuple[Any, Any]:
     """Return an observation, or its space, without its mask, and the mask or None.
 
-    What is left of a Dict with one other key is the value of that key, so that a
-    picture beside a mask is a picture.
+    If the Dict has only one other key, the value of that key is returned, so that a
+    picture beside a mask becomes a picture.
     """
     is_space = isinstance(observation, gym.spaces.Dict)
     parts = observation.spaces if is_space else observation
@@ -151,7 +151,7 @@ def check_mask(observation_space: gym.Space, action_space: gym.Space) -> None:
             f"'observation/{ACTION_MASK}' is {text_of(mask)}; expected {expected} "
             f"zeros and ones, one for each value of each Discrete choice in the action "
             f"space {text_of(action_space)}: MultiBinary({expected}), a Box of int8, "
-            "or a Tuple of such spaces. If it is no mask, give that key another name."
+            "or a Tuple of such spaces. If it is not a mask, give the key another name."
         )
     if isinstance(rest, gym.spaces.Dict) and not rest.spaces:
         raise ConfigError(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit statuses, and the exceptions that more than one room raises or catches."""
+"""Exit statuses, and the exceptions that several packages of core raise or catch."""
 
 import enum
 
 
 class Exit(enum.IntEnum):
-    """Exit statuses of every program here (sysexits.h where one fits)."""
+    """Exit statuses of every program here (those of sysexits.h where one fits)."""
 
     DONE = 0
-    USAGE = 2  # Bad flags; argparse's own.
+    USAGE = 2  # Bad flags. argparse uses the same status.
     INTERNAL = 70
     CHECKPOINT = 74  # A checkpoint could not be read or written, or the disk is full.
     STOPPED = 75  # Stopped by a signal; the same command resumes the run.
@@ -20,7 +20,7 @@ class ConfigError(Exception):
 
 
 class UsageError(Exception):
-    """The flags are wrong in a way that only shows after they were parsed."""
+    """The flags are wrong, which was found out only after they were parsed."""
 
 
 class StallError(Exception):

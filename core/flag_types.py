@@ -110,10 +110,11 @@ def to_argv(flags: argparse.Namespace, keys: Sequence[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line, which ends with where to find help.
+    """Reports an error in one line, which ends with the command that shows the help.
 
     `@file` stands for the flags in a file, written as on a command line; # begins a
-    comment. Flags after it win. After --server_addresses, `@file` is its value.
+    comment. Flags after `@file` override the flags in the file. In `--server_addresses
+    @file`, `@file` is the value of the flag.
     """
 
     def __init__(self, **kwargs: Any):
@@ -147,7 +148,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _keep_address_files(args: Sequence[str]) -> list[str]:
-    """Join `--server_addresses @file` with a =, so that argparse does not read it."""
+    """Join `--server_addresses @file` with a =: argparse must not read flags there."""
     result: list[str] = []
     for arg in map(str, args):
         if arg.startswith("@") and result and result[-1] == "--server_addresses":

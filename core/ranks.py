@@ -4,10 +4,10 @@
     torchrun --nproc_per_node 2 -m polybeast --batch_size 32 --num_servers 8
 
 The flags describe the whole run: here each of the two learners takes 16 rollouts of
-each batch and starts 4 servers. What follows from flags (numbers of buffers, defaults)
-is computed from the share, as if the share were all there is.
+each batch and starts 4 servers. Numbers that follow from flags (of buffers, for
+instance) and defaults are computed from the share.
 
-Needs no torch. What learners say to each other is in `core.algorithm.learners`.
+Needs no torch. `core.algorithm.learners` connects the learners.
 """
 
 import argparse
@@ -16,10 +16,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-# Shares of these are rounded up; the numbers above them must be multiples.
+# These flags must be multiples of the number of learners.
 MULTIPLES = ("batch_size", "num_actors", "num_servers")
+# The shares of these flags are rounded up.
 LIMITS = ("num_buffers", "max_learner_queue_size", "replay_capacity", "max_streams")
-# What only learner 0 does.
+# Only learner 0 obeys these flags.
 OUTPUTS = ("wandb", "write_profiler_trace")
 
 
@@ -44,18 +45,20 @@ def local_size() -> int:
 
 
 def first_incarnation() -> int:
-    """Return a number that makes the seeds of this learner's environments its own.
+    """Return a number by which the environments of this learner get their own seeds.
 
-    It is 0 for learner 0. Environments are seeded by the seed of the run, their number
-    in this process, and an incarnation, which this is added to.
+    The seed of an environment depends on the run's seed, on the environment's number in
+    this process, and on its incarnation. This number is added to the incarnation. It is
+    0 for learner 0.
     """
     return rank() << 48
 
 
 def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """Reduce the flags of a run to this learner's share (exit status 2 if it is none).
+    """Reduce the flags of a run to this learner's share.
 
-    Does nothing if this is the only learner.
+    Does nothing if this is the only learner. If the flags cannot be divided among the
+    learners, the program ends with exit status 2.
     """
     n = size()
     if n == 1:
@@ -78,7 +81,7 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
         if (value := getattr(flags, name, None)) is not None:
             setattr(flags, name, math.ceil(value / n))
     addresses = getattr(flags, "server_addresses", None)
-    # Lists that change are divided where they are read, core.remote.server_lists.
+    # Lists that change are divided where they are read: core.remote.server_lists.
     if addresses and not any(a.startswith(("dns:", "file:")) for a in addresses):
         if len(addresses) < n:
             parser.error(
@@ -87,7 +90,7 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
                 "servers, or fewer learners."
             )
         flags.server_addresses = addresses[rank() :: n]
-    if getattr(flags, "listen", None) is not None:  # Each has a door of its own.
+    if getattr(flags, "listen", None) is not None:  # Each learner has its own port.
         host, _, port = flags.listen.rpartition(":")
         flags.listen = f"{host}:{int(port) + rank()}"
     if getattr(flags, "pipes_basename", None) is not None:
@@ -99,8 +102,8 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
                 setattr(flags, name, False)
 
 
-def whole(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of the run, as they are recorded, from a learner's share."""
+def flags_of_run(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of the whole run, for its records, from a learner's share."""
     return {
         name: value * size()
         if name in (*MULTIPLES, *LIMITS) and value is not None

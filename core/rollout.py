@@ -11,7 +11,7 @@ when row t's observation arrived, and the action that led to it:
 | done            | bool       | row t is the first row of a new episode               |
 | truncated       | bool       | row t is the final observation before a time limit    |
 | episode_return, | float32,   | of the episode that the transition into row t belongs |
-|   episode_step  |   int32    |   to, up to and with it                               |
+|   episode_step  |   int32    |   to, including this transition                       |
 | last_action     | the space's| the action that led to row t                          |
 | info            | float32    | dict of scalars, NaN where the environment gave none: |
 |                 |            |   game_return and game_step of the full game (all     |
@@ -19,11 +19,12 @@ when row t's observation arrived, and the action that led to it:
 | action,         | the space's| the agent's outputs for row t-1's observation, so     |
 |   policy_logits,|   float32, |   action[t] is the action that led to row t;          |
 |   baseline      |   float32  |   policy_logits are the parameters of the distribution|
-| sample          | float32    | what was drawn before it was scaled and clipped to be |
-|                 |            |   the action; not for Discrete, where it is the action|
-| policy_version  | int64      | optimizer steps behind the weights that chose it      |
-| replayed        | bool       | only in batches, with --replay_ratio: the learner has |
-|                 |            |   had this rollout before (core.algorithm.replay)     |
+| sample          | float32    | the draw that was scaled and clipped to the action;   |
+|                 |            |   absent for Discrete, where the action is the draw   |
+| policy_version  | int64      | version of the weights that chose action[t]: number of|
+|                 |            |   optimizer steps that led to them                    |
+| replayed        | bool       | only in batches, with --replay_ratio: the rollout was |
+|                 |            |   in a batch before (core.algorithm.replay)           |
 
 The last row of a rollout is row 0 of the same environment's next one. The recurrent
 state stored with a rollout is the state before row 0's observation is processed; models
@@ -59,15 +60,15 @@ class Spaces:
 
 
 def new_rollouts(flags: argparse.Namespace) -> int:
-    """Return how many of a batch's --batch_size rollouts are new; others are replayed.
+    """Return how many of a batch's --batch_size rollouts are new, not replayed.
 
-    `core.running.common_flags` has checked that both are whole numbers.
+    `core.running.common_flags` checks that both numbers are whole.
     """
     return round(flags.batch_size / (1 + flags.replay_ratio))
 
 
-# Of the arrays in rows, and on the wire: plain numbers that torch knows, too, nothing
-# that could contain a pointer.
+# The dtypes of arrays in rows and in messages: plain numbers, which torch supports too.
+# No dtype may contain a pointer.
 DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64"),
     *("int8", "int16", "int32", "int64", "float16", "float32", "float64"),
@@ -103,15 +104,15 @@ def leaf_spaces(space: gym.Space) -> Nest:
     """Return the nest whose leaves are the spaces of the leaves of a sample.
 
     Raises:
-      UnlearnableSpace: the key of a Dict is no text.
+      UnlearnableSpace: the key of a Dict is not a string.
     """
     match space:
         case gym.spaces.Dict():
             for key in space.spaces:
                 if not isinstance(key, str):
                     raise UnlearnableSpace(
-                        f"{space} has the key {key!r}; expected texts as keys. Wrap "
-                        "the environment so that it has other keys."
+                        f"{space} has the key {key!r}; expected a string. Wrap the "
+                        "environment so that all keys are strings."
                     )
             return {key: leaf_spaces(sub) for key, sub in space.spaces.items()}
         case gym.spaces.Tuple():
@@ -120,7 +121,7 @@ def leaf_spaces(space: gym.Space) -> Nest:
 
 
 def text_of(space: gym.Space) -> str:
-    """Return a space as one line for messages; of a large Box few bounds are shown."""
+    """Return a space as one line for messages; of a large Box it shows few bounds."""
     with np.printoptions(threshold=8, edgeitems=1):
         text = " ".join(str(space).split())
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
@@ -232,7 +233,7 @@ def flat_ranges(space: gym.Space) -> np.ndarray:
     A network's input is (x - offset) / scale. For the integers of a Box this is in
     [0, 1], or in [-1, 1] if the lower bound is negative (then 0 stays 0). Offset 0 and
     scale 1 leave all other values as they are: floats, bools, other spaces, and
-    integers whose range is 2**30 or more, whose bounds are just those of the dtype.
+    integers whose range is 2**30 or more (usually the bounds of the dtype).
     """
     parts: list[np.ndarray] = []
     match space:
@@ -255,7 +256,7 @@ def flat_ranges(space: gym.Space) -> np.ndarray:
 def action_at(leaf_spaces: Nest, actions: Nest, k: int) -> Any:
     """Return environment k's action: ints for Discrete, else copies of arrays.
 
-    They have the dtypes of their spaces; a MultiDiscrete may have another than int64.
+    The arrays have the dtype of the space: in a MultiDiscrete not always int64.
     """
 
     def leaf(space: gym.Space, rows: np.ndarray) -> int | np.ndarray:

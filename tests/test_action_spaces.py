@@ -253,7 +253,7 @@ def test_spaces_that_do_not_fit_are_refused_before_a_run_has_a_folder(
     assert not (tmp_path / "runs").exists()
     assert check.main([env]) == 78
     line = line.removeprefix("ConfigError: ")
-    assert capsys.readouterr().out.splitlines()[-1] == f"not learned  {line}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"unsupported  {line}"
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from core.rollout import leaf_spaces
 class PolicyHead(nn.Linear):
     """The last layer of the policy: features [N, F] -> parameters [N, P].
 
-    Weights are small: at first all actions of a Categorical are about equally likely,
-    and a Gaussian's mean is about 0. The standard deviations of Gaussians do not depend
-    on the observation; their logs are parameters of this layer.
+    The initial weights are small: at first all actions of a Categorical are about
+    equally likely, and a Gaussian's mean is about 0. The standard deviations of
+    Gaussians do not depend on the observation; their logs are parameters of this layer.
 
     Args:
-      initial_std: of each Gaussian, in units in which a bounded Box is [-1, 1].
+      initial_std: initial standard deviation of each Gaussian, in units in which a
+        bounded Box is [-1, 1].
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ActionFeatures(nn.Module):
                     x.ravel() for x in box_units(leaf)
                 )
             begin = end
-        scale[scale == 0] = 1  # Both bounds are the same.
+        scale[scale == 0] = 1  # Where both bounds are the same.
         self.is_scaled = bool(offset.any() or (scale != 1).any())
         for name, x in ("offset", offset), ("scale", scale):
             self.register_buffer(name, torch.from_numpy(x).float(), persistent=False)

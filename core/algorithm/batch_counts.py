@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a learner counts and logs of its batches. No weight depends on these numbers.
+"""The counts and averages of a learner's batches, for the log.
 
-The exception is `leave_out_stale`, which is --max_policy_lag.
+No weight of the network depends on these numbers. But `BatchCounts.leave_out_stale`
+implements --max_policy_lag, which removes rollouts from batches.
 """
 
 import argparse
@@ -20,17 +21,17 @@ from core.nests import Nest, map_nest
 class BatchCounts:
     """Counts rows, rollouts and episodes of batches. `Learner.lock` guards the counts.
 
-    Episodes, steps and rows are those of new rollouts: a replayed rollout was counted
-    when it was new.
+    Only episodes, steps and rows of new rollouts are counted: those of a replayed
+    rollout were counted when it was new.
     """
 
     def __init__(self, flags: argparse.Namespace):
         self._flags = flags
         self.stale = 0  # Rollouts left out because of --max_policy_lag.
-        # What became of the rows of all batches since the start. Unused are those of a
-        # batch that came after the last update, or whose update was left out.
+        # How the rows of all batches since the start were used. A row is unused if its
+        # batch came after the last update, or if the update of its batch was left out.
         self.rows = {"learned": 0, "stale": 0, "unused": 0}
-        self.episodes = EpisodeStats()  # Has a lock of its own, as averages have.
+        self.episodes = EpisodeStats()  # Has its own lock. So has `averages`.
         self.averages = Averages()  # Since the last row of the log.
 
     def leave_out_stale(
@@ -38,10 +39,9 @@ class BatchCounts:
     ) -> tuple[Nest, Nest, Nest]:
         """Return a batch without the rollouts that --max_policy_lag refuses.
 
-        A rollout is too old if its first action was chosen by weights that have been
-        updated more often since. (If no rollout of a batch is left, the weights stay as
-        they are, and the next rollouts are younger.) The limit holds for replayed
-        rollouts, too.
+        A rollout is left out if the weights that chose its first action are more than
+        --max_policy_lag updates old. This holds for replayed rollouts, too. (If no
+        rollout of a batch is left, there is no update, so the lag cannot grow.)
 
         Args:
           parts: the batch as numpy arrays, the same rows on the learner's device, and
@@ -71,11 +71,11 @@ class BatchCounts:
     def add(
         self, batch: Nest, sums: dict[Any, float], updates: int, *, is_learned: bool
     ) -> int:
-        """Count a batch and all that the log says of it; return its number of steps.
+        """Count a batch, with all its values for the log; return its number of steps.
 
         Args:
-          sums: of `losses.sum_scalars` and `count_all_steps`. What is not a column of
-            the log is taken out.
+          sums: the results of `losses.sum_scalars` and `count_all_steps`. Entries that
+            are not columns of the log are removed.
           updates: the version of the weights before this update.
           is_learned: False if the update was left out.
         """
@@ -90,7 +90,7 @@ class BatchCounts:
             lag = updates - replayed["policy_version"][1:]
             mean_rho = replay_rho / max(replayed_steps, 1)
             self.averages.add({replay.LAG: lag.mean(), replay.RHO: mean_rho})
-        rows = map_nest(lambda x: x[1:], new)  # Row 0 was another rollout's last.
+        rows = map_nest(lambda x: x[1:], new)  # Row 0 was the last row of a rollout.
         self.episodes.add_episodes(rows["episode_return"][rows["done"]])
         info = rows["info"]
         ended = ~np.isnan(info["game_return"])
@@ -115,7 +115,7 @@ class BatchCounts:
         return num_steps
 
     def report(self, learners: Learners, busy: BusyTime) -> None:
-        """Give learner 0 the counts since the last report; add them up there."""
+        """Send learner 0 the counts since the last report. Learner 0 adds them up."""
         report = None
         if learners.rank > 0:
             report = {
@@ -131,12 +131,15 @@ class BatchCounts:
             self.averages.merge(*other["averages"])
             self.stale += other["stale"]
 
-    def begin_own(self) -> None:
-        """Forget what learner 0 has counted: it adds what this learner reports."""
+    def discard_restored(self) -> None:
+        """Discard counts from a checkpoint, in a learner other than 0.
+
+        Learner 0 keeps them, and adds the counts that this learner reports.
+        """
         self.episodes, self.averages, self.stale = EpisodeStats(), Averages(), 0
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, for `restore`."""
+        """Return the counts that a checkpoint holds, for `restore`."""
         return {"stale": self.stale, "episodes": self.episodes.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -153,5 +156,5 @@ def count_all_steps(batch: Nest) -> dict[str, float]:
 
 
 def _count_steps(batch: Mapping[str, np.ndarray]) -> int:
-    """Return how many transitions a batch has; none starts at a truncated row."""
+    """Return the number of transitions of a batch. None starts at a truncated row."""
     return int(np.count_nonzero(~batch["truncated"][:-1]))

@@ -22,19 +22,19 @@ class Field(NamedTuple):
 
 
 class Averages:
-    """Means and maxima of what happens between two log rows. Thread-safe."""
+    """Means and maxima of values between two log rows. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Both guarded by the lock. A name stays when its values have been taken.
+        # Both guarded by the lock. `pop` keeps the names.
         self._sums: dict[Any, tuple[float, int]] = {}
         self._maxima: dict[str, float | None] = {}
 
     def add(self, values: Mapping[Any, Any] = {}, /, **named: Any) -> None:
-        """Count one value for each name or `Field`; None and NaN are no values.
+        """Count one value for each name or `Field`. None and NaN are not counted.
 
         Raises:
-          ConfigError: something is not a number.
+          ConfigError: a value is not a number.
         """
         with self._lock:
             for name, value in {**values, **named}.items():
@@ -52,7 +52,7 @@ class Averages:
                     self._maxima[name] = number
 
     def pop(self) -> dict[Any, float | None]:
-        """Return the means and maxima since the last call, None where no value came."""
+        """Return means and maxima since the last call; None where nothing was added."""
         with self._lock:
             row: dict[Any, float | None] = {
                 name: total / count if count else None
@@ -64,7 +64,7 @@ class Averages:
         return row
 
     def take(self) -> tuple[dict[Any, tuple[float, int]], dict[str, float | None]]:
-        """Return what another learner's `merge` takes, and start anew."""
+        """Return all values, for `merge` in another learner, and reset them here."""
         with self._lock:
             taken = self._sums, self._maxima
             self._sums, self._maxima = {}, {}
@@ -75,7 +75,7 @@ class Averages:
         sums: Mapping[Any, tuple[float, int]],
         maxima: Mapping[str, float | None],
     ) -> None:
-        """Add what another learner has counted."""
+        """Add the values of another learner."""
         with self._lock:
             for name, (total, count) in sums.items():
                 before = self._sums.get(name, (0.0, 0))
@@ -87,11 +87,11 @@ def as_number(column: Any, value: Any) -> float | None:
     """Return a number, also of numpy or torch, as a float; None for None and NaN.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: `value` is not a number.
     """
     if value is None:
         return None
-    if isinstance(value, (str, bytes)):  # Not even "7".
+    if isinstance(value, (str, bytes)):  # Also "7", which float() accepts.
         raise not_a_number(column, value)
     try:
         number = float(value)
@@ -101,9 +101,9 @@ def as_number(column: Any, value: Any) -> float | None:
 
 
 def not_a_number(column: Any, value: Any) -> ConfigError:
-    """Return what to raise for a value that a column cannot have."""
+    """Return the exception for a value that a column cannot have."""
     name = column.name if isinstance(column, Field) else column
-    text = " ".join(reprlib.repr(value).split())  # A tensor's has several lines.
+    text = " ".join(reprlib.repr(value).split())  # A tensor has several lines.
     return ConfigError(
         f"the log's column {name} was given {text}, which is a "
         f"{type(value).__name__}; expected a number"
@@ -111,7 +111,7 @@ def not_a_number(column: Any, value: Any) -> ConfigError:
 
 
 class BusyTime:
-    """What share of the time each stage works, between two log rows. Thread-safe."""
+    """The share of the time that each stage works between two log rows. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,7 +120,7 @@ class BusyTime:
         self._since = time.monotonic()
 
     def add(self, stage: str, seconds: float, *, workers: int = 1) -> None:
-        """Count time that one of a stage's workers has worked."""
+        """Count the time that one of a stage's `workers` has worked."""
         with self._lock:
             self._seconds[stage] = self._seconds.get(stage, 0) + seconds / workers
 
@@ -169,7 +169,7 @@ class EpisodeStats:
                         self._best = mean
 
     def add_episodes(self, returns: Iterable[float]) -> None:
-        """Count finished episodes as the learner sees them: maybe one life each."""
+        """Count finished episodes as the learner sees them: often single lives."""
         with self._lock:
             self._life_returns.extend(float(r) for r in returns)
 
@@ -204,7 +204,7 @@ class EpisodeStats:
             return self._best
 
     def state(self) -> dict[str, Any]:
-        """Return everything, for JSON and `restore`."""
+        """Return all fields as JSON values, for `restore`."""
         with self._lock:
             return {
                 "games": self._games,
@@ -215,7 +215,7 @@ class EpisodeStats:
             }
 
     def take(self) -> dict[str, Any]:
-        """Return what another learner's `merge` takes, and start anew."""
+        """Return all games and episodes, for `merge` in another learner, and reset."""
         with self._lock:
             taken = {
                 "games": self._games,

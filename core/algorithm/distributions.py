@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions over actions: what the policy's numbers mean, for any action space.
+"""Distributions over actions, for any action space, given the policy's outputs.
 
-`Net`'s policy head gives P numbers for each observation, `policy_logits`, and
-`ActionDistribution` reads them by the kinds of choices that the action space has:
+`Net`'s policy head returns P numbers for each observation, `policy_logits`. They are
+the parameters of an `ActionDistribution`, which depends on the action space:
 
 | part of the space | distribution      | parameters           | sample                |
 | ----------------- | ----------------- | -------------------- | --------------------- |
@@ -11,7 +11,7 @@
 | MultiBinary       | Bernoulli         | a logit, each        | 0 or 1, each          |
 | Box of floats     | DiagonalGaussian  | means, then log(std) | a number, each        |
 
-A Tuple or Dict space is the product of its parts. Given the observation they are
+A Tuple or Dict space is the product of its parts. Given the observation, the parts are
 independent, so log-probabilities, entropies and KL divergences are sums. In the
 parameters and in a sample all Categoricals come first, then all bits, then the elements
 of all Boxes.
@@ -19,8 +19,8 @@ of all Boxes.
 The policy acts in units in which a bounded Box is [-1, 1]. A Gaussian has no bounds, so
 its sample is scaled to the Box and then clipped: this `action` reaches the environment.
 Log-probabilities are those of the unclipped `sample`, which the rollout keeps beside
-the action, so that pi / mu in V-trace is the ratio of what both policies may draw. (PPO
-implementations do the same.)
+the action, so that pi / mu in V-trace is the ratio of the two densities at the same
+sample. (PPO implementations do the same.)
 """
 
 import functools
@@ -176,7 +176,7 @@ def _check_finite(parameters: torch.Tensor) -> None:
 def _not_finite() -> FloatingPointError:
     return FloatingPointError(
         "no action can be sampled: the policy's logits are not finite. The weights of "
-        "a run always are; check the environment's observations and rewards."
+        "a run are always finite, so check the environment's observations and rewards."
     )
 
 
@@ -188,8 +188,8 @@ class ActionDistribution:
       is_discrete: whether the space is one Discrete choice.
       num_parameters: P, the size of `policy_logits`.
       size: S, the size of a sample.
-      num_log_stds: how many parameters, the last ones, are logs of standard deviations.
-      columns: the specs of what `draw` returns, for one row of one environment.
+      num_log_stds: number of logs of standard deviations, at the end of the parameters.
+      columns: the specs of the arrays of `draw`, for one row of one environment.
 
     Raises:
       ConfigError: no distribution fits a part of the space.
@@ -226,7 +226,7 @@ class ActionDistribution:
 
         self._actions = map_nest(read, leaf_spaces(space))
         self.columns: dict[str, Nest] = {"action": spec_of(space, "action")}
-        if not self.is_discrete:  # There the action is the sample.
+        if not self.is_discrete:  # If it is, the action is the sample.
             self.columns["sample"] = ArraySpec((self.size,), np.dtype(np.float32))
 
     def draw(
@@ -239,8 +239,8 @@ class ActionDistribution:
 
         Returns:
           `action`, a nest of [T, B, ...] with the structure and dtypes of the space.
-          Unless the space is Discrete, `sample`, too: float32 [T, B, S], what was drawn
-          before it was scaled and clipped.
+          Unless the space is Discrete, also `sample`, float32 [T, B, S]: the draw,
+          which the action scales and clips.
 
         Raises:
           FloatingPointError: the parameters are not finite.
@@ -255,7 +255,7 @@ class ActionDistribution:
         return {"action": self._to_action(sample), "sample": sample}
 
     def sample_of(self, rows: Mapping[str, Nest]) -> torch.Tensor:
-        """Return the samples [T, B, S] behind the actions of rollout rows."""
+        """Return the samples [T, B, S] that gave the actions of rollout rows."""
         if self.is_discrete:
             return (rows["action"] - self._first).unsqueeze(-1)
         return rows["sample"]
@@ -291,7 +291,7 @@ class _ActionPart:
     """Turns some elements of a sample into one leaf of the action.
 
     Args:
-      begin: of these elements in the sample.
+      begin: index of the first of these elements in the sample.
     """
 
     def __init__(self, space: gym.Space, begin: int):
@@ -303,7 +303,7 @@ class _ActionPart:
             self.start = torch.as_tensor(space.start)
         if isinstance(space, gym.spaces.Box):
             offset, scale = box_units(space)
-            # float64, so that the ends of the Box are met exactly.
+            # float64, so that an action at a bound of the Box equals the bound.
             bounds = (offset, scale, space.low, space.high)
             self.box = [torch.as_tensor(x, dtype=torch.float64) for x in bounds]
 
@@ -319,7 +319,7 @@ class _ActionPart:
 def box_units(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     """Return offset and scale, float64 [*shape]: action = offset + scale * sample.
 
-    An element that is unbounded on either side passes as it is: offset 0, scale 1.
+    An element that is unbounded on either side is not changed: offset 0, scale 1.
     """
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     is_bounded = (low >= -LARGEST_BOUND) & (high <= LARGEST_BOUND)
@@ -331,12 +331,13 @@ def mask_logits(logits: torch.Tensor, mask: Nest) -> torch.Tensor:
     """Rule actions out, as an `action_mask` says (`core.action_spaces`).
 
     Args:
-      logits: [N, P] float32, parameters of an `ActionDistribution`; those of the
-        Categoricals come first.
-      mask: an array or a tuple of arrays, [N, ...], with as many entries as these.
+      logits: [N, P] float32, parameters of an `ActionDistribution`, which begin with
+        the logits of all Categoricals.
+      mask: an array or a tuple of arrays, [N, ...]: one entry for each logit of a
+        Categorical.
 
     Returns:
-      logits, the lowest finite number where an action is ruled out.
+      logits, with the lowest finite number where an action is ruled out.
     """
     flags = torch.cat([part.flatten(1) for _, part in leaves(mask)], dim=1) != 0
     n = flags.shape[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dry_run`: tries a network on rows of zeros, before anything waits for it."""
+"""`dry_run`: tries a network on rows of zeros, before the run starts."""
 
 import copy
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from core.errors import ConfigError
 from core.nests import ArraySpec, Nest, map_nest
 from core.rollout import leaf_spaces, row_spec
 
-# Rows and environments: one row as when acting, several as when learning.
+# (T rows, B environments). Acting has one row, learning has several.
 SIZES = ((1, 1), (1, 3), (5, 1), (5, 3))
 
 
@@ -26,23 +26,23 @@ def dry_run(
     action_space: gym.Space,
     outputs: Mapping[str, ArraySpec],
 ) -> None:
-    """Check what a copy of `net` makes of rows of zeros of several sizes.
+    """Check the outputs of a copy of `net` for rows of zeros, in several sizes.
 
     Where there are several rows, an episode begins at the second one. The gradient is
-    computed, too. As in a run, all tensors that `net` is given are contiguous.
+    computed, too. As in a run, all inputs of `net` are contiguous tensors.
 
     Args:
-      outputs: what `net` must return for each row of each environment; it may return
-        more.
+      outputs: the arrays that `net` must return for each row of each environment. It
+        may return more.
 
     Raises:
       ConfigError: outputs or recurrent state have another structure, shape or dtype.
-        The message names what was expected and what came.
+        The message names what was expected and what was returned.
     """
     if not isinstance(getattr(net, "distribution", None), ActionDistribution):
         needed = "self.distribution = ActionDistribution(action_space)"
         raise _error("__init__", needed, getattr(net, "distribution", "none"))
-    net = copy.deepcopy(net)  # Statistics that it gathers are no training.
+    net = copy.deepcopy(net)  # Its running statistics must not include the zeros.
     device = next(net.parameters()).device
     for T, B in SIZES:
         state = _initial_state(net, B, device)
@@ -75,7 +75,7 @@ def _initial_state(
 ) -> tuple[torch.Tensor, ...]:
     state = net.initial_state(batch_size=num_envs)
     if not isinstance(state, tuple):
-        raise _error("initial_state", "a tuple of tensors, () without any", state)
+        raise _error("initial_state", "a tuple of tensors, or () for no state", state)
     for i, tensor in enumerate(state):
         is_tensor = isinstance(tensor, torch.Tensor)
         if not is_tensor or tensor.ndim < 2 or tensor.shape[1] != num_envs:
@@ -87,9 +87,9 @@ def _initial_state(
 def zero_rows(
     observation_space: gym.Space, action_space: gym.Space, T: int, B: int
 ) -> dict[str, Nest]:
-    """Return what a network reads of T rows of B environments: zeros, [T, B, ...].
+    """Return a network's inputs for T rows of B environments: zeros, [T, B, ...].
 
-    Where 0 is not in a space, the value nearest to it.
+    Where a space does not contain 0, the value is the nearest one in the space.
     """
 
     def zeros(spec: ArraySpec, space: Any = None) -> torch.Tensor:

@@ -2,12 +2,13 @@
 """How threads share a GPU: streams, page-locked memory, CUDA graphs.
 
 A GPU runs one stream's kernels in order. The learner computes in the default stream. If
-another thread used the default stream too, it would wait for the update under way. So
+another thread used the default stream too, it would wait for the present update. So
 each thread that copies batches or chooses actions has its own stream, and waits for the
 end of this stream's work before another thread uses the results.
 
-For a small batch Python needs longer to launch the kernels than the GPU to run them,
-and all threads share the GIL. `Graphs` launches all kernels of a function at once.
+For a small batch, Python takes longer to launch the kernels than the GPU takes to run
+them, and all threads share the GIL. `Graphs` launches all kernels of a function at
+once.
 """
 
 import contextlib
@@ -30,10 +31,10 @@ def create_stream(
 ) -> torch.cuda.Stream | None:
     """Return a stream for one thread's work on a GPU; None for a CPU.
 
-    Its first kernel waits for all work that the default stream has now.
+    Its first kernel waits for all work that is now in the default stream.
 
     Args:
-      urgent: its kernels run before those of other streams.
+      urgent: the kernels of this stream run before those of other streams.
     """
     if torch.device(device).type != "cuda":
         return None
@@ -74,8 +75,8 @@ class Graphs:
     """Runs a function of GPU tensors as CUDA graphs: records it once, then replays it.
 
     A graph works for one shape. So the function is recorded once for each number of
-    columns, or with `pad` once for each power of two; then the last columns may be
-    unused.
+    columns. With `pad` it is recorded once for each power of two, and the last columns
+    may be unused.
 
     The function must not wait for the GPU (`.item()`, `.cpu()`, `if tensor:`). It must
     launch the same kernels whatever values the tensors hold. It may write only to the
@@ -93,20 +94,20 @@ class Graphs:
         """Wrap `function`, whose arguments are nests of tensors [rows, columns, ...].
 
         Args:
-          pad: columns are independent of each other, and all that is returned is
-            [rows, columns, ...] too.
+          pad: round the number of columns up to a power of two. The columns must be
+            independent of each other, and all results must be [rows, columns, ...].
         """
         self._function = function
         self._pad = pad
         self._recorder = Recorder(device)
-        # By number of columns: the arguments' tensors, what to call, what it returns.
+        # By number of columns: input tensors, replay function, output tensors.
         self._graphs: dict[int, tuple[Nest, Callable[[], None], Any]] = {}
 
     def __call__(self, *args: Nest) -> Any:
-        """Return what the function does, in tensors that the next call writes anew.
+        """Return the function's result, in tensors that the next call overwrites.
 
         Args:
-          args: on the GPU.
+          args: nests of tensors on the GPU.
 
         Raises:
           ConfigError: the function cannot be recorded.
@@ -123,18 +124,20 @@ class Graphs:
     def _record(
         self, args: tuple[Nest, ...], size: int
     ) -> tuple[Nest, Callable[[], None], Any]:
-        # Columns that are unused must be valid, too: they are the others again.
+        # Unused columns must hold valid values, too: they repeat the other columns.
         inputs = map_nest(lambda x: x[:, torch.arange(size) % x.shape[1]], args)
         try:
             replay, outputs = self._recorder(self._function, inputs)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            first = error.__context__ or error  # To end a failed recording fails, too.
+            # The end of a failed recording fails, too. Report the first error.
+            first = error.__context__ or error
             raise ConfigError(
-                f"--cuda_graphs: the network cannot be recorded: {first}. What it does "
-                "must not wait for the GPU (.item(), .cpu(), if tensor:) nor depend "
-                "on what tensors hold. Change it, or leave --cuda_graphs out."
+                f"--cuda_graphs: the network cannot be recorded: {first}. Its code "
+                "must not wait for the GPU (.item(), .cpu(), if tensor:) and must not "
+                "depend on the values of tensors. Change the code, or leave "
+                "--cuda_graphs out."
             ) from error
         return inputs, replay, outputs
 
@@ -150,11 +153,11 @@ class Recorder:
     def __call__(
         self, function: Callable[..., Any], args: Nest
     ) -> tuple[Callable[[], None], Any]:
-        """Record what `function(*args)` does.
+        """Record the GPU operations of `function(*args)`.
 
         Returns:
-          What does it again, in the stream of whoever calls, with what `args` then
-          hold; and the tensors that it writes to.
+          A function that runs the recording again, in the caller's stream and with the
+          values that `args` hold at that time; and the tensors for its results.
         """
         graph = torch.cuda.CUDAGraph()
         with _recording, torch.cuda.device(self._device):
@@ -163,7 +166,7 @@ class Recorder:
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):
                     function(*args)
-            # What other threads do to the GPU meanwhile is their own business.
+            # "thread_local": GPU calls of other threads do not break the recording.
             with torch.cuda.graph(
                 graph, self._pool, stream, capture_error_mode="thread_local"
             ):
@@ -173,4 +176,4 @@ class Recorder:
         return graph.replay, outputs
 
 
-_recording = threading.Lock()  # CUDA's random numbers allow for one at a time.
+_recording = threading.Lock()  # CUDA's random numbers allow one recording at a time.

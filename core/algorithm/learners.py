@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several learners that are one: synchronous data parallelism under torchrun.
+"""Several learners that train one network: synchronous data parallelism (torchrun).
 
     torchrun --standalone --nproc_per_node 2 -m polybeast ...
 
@@ -10,9 +10,10 @@ batch, and no learning rate changes. An update does this (`Learner.update`):
     gradient of the share  ->  sum over all learners  ->  clip  ->  optimizer step
 
 All learners have the same weights, counters and learning rate at each update, so they
-make the same decisions: when a run is finished, and which updates are left out. In each
-update a learner waits for all other learners. If one learner has no data, the other
-learners wait for up to --stall_timeout_s; then the run stops and names that learner.
+make the same decisions: when the run is finished, and which updates are left out. In
+each update a learner waits for all other learners. If one learner has no data, the
+other learners wait for up to --stall_timeout_s; then the run stops and names that
+learner.
 
 This is the only module that knows torch.distributed.
 """
@@ -41,18 +42,19 @@ log = logging.getLogger(__name__)
 
 # The learners of a run may be started one after another, on several machines.
 START_S = 300.0
-# The name of a machine that has just started may be known to name servers this late.
+# Name servers may need this long to know a machine that has just started.
 NAME_S = 10.0
 # A learner whose connections have closed has this time to say how it ended.
 END_S = 3.0
-# Learner 0 may need this long for its last checkpoint while the others wait.
+# Learner 0 may need this long for its last checkpoint while the other learners wait.
 LAST_SAVE_S = 300.0
-STOP_S = 5.0  # For the learners to agree, in an update, on a stop that was asked for.
-SAY_WAITING_S = 30.0  # Between two warnings that another learner lets this one wait.
-ASK_S = 1.0  # Between two looks whether another learner has ended or asks to stop.
-REPORT_S = 1.0  # Learner 0 asks for the others' reports as often.
+# How long a learner waits, after a stop signal, for an update in which all agree.
+STOP_S = 5.0
+SAY_WAITING_S = 30.0  # Between two warnings that this learner waits for another one.
+ASK_S = 1.0  # Between two checks whether another learner has ended or wants to stop.
+REPORT_S = 1.0  # Learner 0 asks for the other learners' reports at this interval.
 CHECK_UPDATES = 1000  # Updates between two comparisons of the weights.
-# Flags in which learners may differ: machines differ, and learner 0 has the folder.
+# Flags that may differ: machines differ, and only learner 0 has the folder of the run.
 MAY_DIFFER = {
     *("xpid", "savedir", "disable_checkpoint", *ranks.OUTPUTS),
     *("num_actors", "num_servers", "num_buffers", "max_learner_queue_size"),
@@ -63,10 +65,10 @@ MAY_DIFFER = {
 
 
 class LearnerLost(Exception):
-    """Another learner has ended or does not answer, so this one ends too.
+    """Another learner has ended or does not answer, so this learner ends too.
 
     Attributes:
-      status: the exit status: STOPPED if the other was stopped by a signal.
+      status: the exit status: STOPPED if a signal stopped the other learner.
     """
 
     def __init__(self, text: str, status: Exit = Exit.INTERNAL):
@@ -75,31 +77,31 @@ class LearnerLost(Exception):
 
 
 class Learners:
-    """This learner's connection to the others. Every learner must make the same calls.
+    """The connection to the other learners. Every learner must make the same calls.
 
     Used by the main thread at the start of a run, and then by `Learner.update` with
-    `Learner.lock`. Only what is about stopping is for the main thread at any time.
+    `Learner.lock`. The main thread may call `check_stop` at any time.
     """
 
     def __init__(self, store: Any, *, limit_s: float | None):
-        """Connect to the others.
+        """Connect to the other learners.
 
         Args:
-          store: torch's key-value store of this start, which all learners see.
-          limit_s: how long an update waits for the others; None for no limit.
+          store: torch's key-value store of this start, which all learners share.
+          limit_s: how long an update waits for other learners; None for no limit.
         """
         self.rank, self.size = ranks.rank(), ranks.size()
-        self.reports: list[Any] = []  # At learner 0: the newest ones of the others.
-        self.columns: dict[str, Any] = {}  # Of the log, for this learner's reports.
-        self.waits_since = 0.0  # Start of a wait for a learner; 0: none.
-        self.wants_stop = False  # The next update makes all learners agree.
-        self.has_agreed_to_stop = False  # After an update in which a learner wanted to.
+        self.reports: list[Any] = []  # In learner 0: the newest of the other learners.
+        self.columns: dict[str, Any] = {}  # Log columns for this learner's reports.
+        self.waits_since = 0.0  # Start of the wait for a learner; 0 if there is none.
+        self.wants_stop = False  # The next update makes all learners agree to stop.
+        self.has_agreed_to_stop = False  # The latest update agreed to stop.
         self.is_report_due = False  # After the present update.
-        self.is_over = False  # After the last update of all learners.
-        self._stop_by = math.inf  # When to stop without an agreement; monotonic.
+        self.is_over = False  # True after the last update of all learners.
+        self._stop_by = math.inf  # When to stop without an agreement (monotonic).
         self._asked_at = self._said_at = 0.0
         self._store = store
-        # Else learner 0 keeps the store.
+        # Who keeps the store: torchrun if True, else learner 0.
         self._has_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._limit_s = limit_s
         self._last_report = 0.0
@@ -107,7 +109,7 @@ class Learners:
         gpu = 0
         if num_gpus := torch.cuda.device_count():
             gpu = ranks.local_rank() % num_gpus
-            torch.cuda.set_device(gpu)  # What "cuda" means from now on.
+            torch.cuda.set_device(gpu)  # From now on "cuda" means this GPU.
         store.set(f"process/{self.rank}", f"{os.getpid()} {host}")
         limit = datetime.timedelta(days=365)
         if limit_s is not None:
@@ -120,14 +122,14 @@ class Learners:
             world_size=self.size,
             timeout=limit,
         )
-        # Learners that share a GPU add up on the CPU: NCCL refuses them.
+        # Learners that share a GPU sum on the CPU: NCCL needs one GPU for each.
         gpus = {*self.collect((host, gpu))}
         self._on_gpu = has_nccl and len(gpus) == self.size
 
-    # ------------------------------------------------------------ what an update does
+    # -------------------------------------------------------------- during an update
 
     def sum_gradients(self, net: nn.Module) -> None:
-        """Replace the gradients by their sums over all learners, in one operation."""
+        """Replace the gradients with their sums over all learners, in one operation."""
         gradients = []
         for p in net.parameters():
             if p.requires_grad:
@@ -158,7 +160,7 @@ class Learners:
         Sets `has_agreed_to_stop` and `is_report_due`, the same in all learners.
         """
         own = dict(sums)
-        grad_norm = own.pop("grad_norm")  # Of the summed gradient already.
+        grad_norm = own.pop("grad_norm")  # The summed gradient's: all have the same.
         own |= {"stop": self.wants_stop, "report": self._wants_report()}
         total = self.sum(own)
         self.has_agreed_to_stop = total.pop("stop") > 0
@@ -173,7 +175,7 @@ class Learners:
         return [part.to(x.device) for part in parts]
 
     def _wants_report(self) -> bool:
-        """Say whether it is time for reports. All learners do what learner 0 says."""
+        """Return whether it is time for reports. Learner 0 decides for all learners."""
         now = time.monotonic()
         is_time = self.rank == 0 and now - self._last_report >= REPORT_S
         if is_time:
@@ -181,7 +183,7 @@ class Learners:
         return is_time
 
     def report(self, report: Any) -> list[Any]:
-        """Send learner 0 a report; return the reports of the others there, else []."""
+        """Send a report to learner 0. There, return the others' reports; else []."""
         parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self._waiting():
             dist.gather_object(report, parts)
@@ -246,10 +248,10 @@ class Learners:
             x.copy_(on_cpu)
 
     def check_flags(self, flags: argparse.Namespace) -> None:
-        """Refuse learners with other flags than learner 0.
+        """Refuse learners whose flags differ from those of learner 0.
 
         Raises:
-          UsageError: in all learners; the message names the learner and the flag.
+          UsageError: in all learners. The message names the learner and the flag.
         """
         ours = {
             key: json.dumps(value, default=str)
@@ -269,10 +271,11 @@ class Learners:
     # ---------------------------------------------------------------------- stopping
 
     def check_stop(self, has_signal: bool) -> bool:
-        """Tell the others of a signal to stop, and listen for theirs. Main thread.
+        """Exchange stop signals with the other learners. For the main thread.
 
-        The next update agrees to stop. Returns whether this has taken STOP_S: perhaps
-        no update comes, because there is nothing to learn from.
+        After a signal to any learner, all learners agree to stop in their next update.
+        Returns whether STOP_S have passed without such an update: perhaps no update
+        comes, because there is nothing to learn from.
 
         Raises:
           LearnerLost: another learner has ended.
@@ -309,13 +312,13 @@ class Learners:
         self.waits_since = began = time.monotonic()
         try:
             yield
-        except RuntimeError as error:  # gloo's and NCCL's; dist.DistError is one.
+        except RuntimeError as error:  # Of gloo and NCCL; dist.DistError is one, too.
             raise self._explain(error, time.monotonic() - began) from error
         finally:
             self.waits_since = 0.0
 
     def _explain(self, error: RuntimeError, waited_s: float) -> LearnerLost:
-        """Return what to raise: which learner is missing, and why."""
+        """Return the exception that names the missing learner and the reason."""
         self._tell(f"here/{self.rank}", "")
         deadline = time.monotonic() + END_S
         while time.monotonic() < deadline:
@@ -328,13 +331,13 @@ class Learners:
         if self._limit_s is not None and waited_s > 0.9 * self._limit_s:
             return LearnerLost(
                 f"{names} of {self.size} did not answer within {self._limit_s:g} s "
-                "(--stall_timeout_s): its environments or servers are away, or its "
-                "process is stopped"
+                "(--stall_timeout_s): its environments or servers do not answer, or "
+                "its process is stopped"
             )
         return LearnerLost(f"lost {names} of {self.size}: {one_line(str(error))}")
 
     def _end_of(self, rank: int) -> LearnerLost | None:
-        """Return how a learner has ended, None if it may still run."""
+        """Return how a learner has ended, as an exception; None if it may still run."""
         name = f"learner {rank} of {self.size}"
         if (end := self._read(f"end/{rank}")) is not None:
             status, _, text = end.partition(" ")
@@ -364,15 +367,15 @@ class Learners:
     def end(self, status: Exit, text: str = "") -> None:
         """Tell the other learners how this one ends; close the connections; wait.
 
-        Learners that come to the end together leave together: when one ends early,
-        torchrun ends the others, and the last checkpoint may be under way.
+        At the end of a run the learners wait for each other before they exit: if one
+        exits first, torchrun may end learner 0 while it writes the last checkpoint.
         """
         self._tell(f"end/{self.rank}", f"{int(status)} {one_line(text)}")
         if not self.is_over:  # Other learners may wait for an update of this one.
             self._tell("ended", str(self.rank))
             dist.destroy_process_group()
         is_early = status not in (Exit.DONE, Exit.STOPPED)
-        # Without torchrun learner 0 keeps the store: the others must read it first.
+        # Without torchrun, learner 0 keeps the store: the others must read it first.
         if not is_early or self.rank == 0:
             deadline = time.monotonic() + (END_S if is_early else LAST_SAVE_S)
             others = [r for r in range(self.size) if r != self.rank]
@@ -409,7 +412,7 @@ def train_together(
 
     Raises:
       UsageError: the learners have different flags.
-      ConfigError: the learners cannot meet.
+      ConfigError: the learners cannot connect to each other.
       LearnerLost: another learner has ended.
     """
     global _current
@@ -433,13 +436,13 @@ def train_together(
 def check_host(flag: str, host: str) -> None:
     """Wait until the name of learner 0's host resolves, for up to NAME_S.
 
-    torch would repeat warnings for minutes, with a stack in each.
+    Without this check torch would repeat a warning with a stack for minutes.
 
     Args:
-      flag: what names the host, for the message.
+      flag: the flag or variable that names the host, for the message.
 
     Raises:
-      ConfigError: it does not resolve.
+      ConfigError: the name does not resolve.
     """
     deadline = time.monotonic() + NAME_S
     while True:
@@ -470,7 +473,7 @@ def _connect(flags: argparse.Namespace) -> Learners:
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
-            f"learner {ranks.rank()} of {ranks.size()} cannot meet the others at "
-            f"{where}: {one_line(str(error))}. If another job uses this port, give "
-            "torchrun another --master_port, or --standalone."
+            f"learner {ranks.rank()} of {ranks.size()} cannot connect to the other "
+            f"learners at {where}: {one_line(str(error))}. If another job uses this "
+            "port, give torchrun another --master_port, or --standalone."
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The IMPALA loss, in three parts, and the alignment of rollout rows behind it.
+"""The three parts of the IMPALA loss, with checks, groups and sums of a batch.
 
 Espeholt et al. 2018 (arXiv:1802.01561), section 4.2. All losses are sums over T and B,
 as in the authors' own code: a larger batch makes larger gradients.
@@ -16,7 +16,7 @@ from core.algorithm.counters import not_a_number
 from core.algorithm.distributions import ActionDistribution
 from core.nests import Nest, leaves, map_nest
 
-# Largest chunk of a batch, in bytes of observations, that one CPU update processes.
+# Largest part of a batch, in bytes of observations, that a CPU processes at once.
 PIECE_BYTES = 9 * 2**19
 
 
@@ -25,8 +25,8 @@ class ImpalaLoss(NamedTuple):
 
     total_loss: torch.Tensor  # pg_loss + baseline_loss + entropy_loss.
     pg_loss: torch.Tensor
-    baseline_loss: torch.Tensor  # Times its cost.
-    entropy_loss: torch.Tensor  # Minus the entropy, times its cost.
+    baseline_loss: torch.Tensor  # Times --baseline_cost.
+    entropy_loss: torch.Tensor  # Minus the entropy, times --entropy_cost.
     entropy: torch.Tensor  # Nats, over all transitions.
     rho: torch.Tensor  # Clipped importance weights, over all transitions.
     target: torch.Tensor  # V-trace targets, float64, over all transitions.
@@ -36,7 +36,7 @@ class ImpalaLoss(NamedTuple):
     extra: dict[Any, torch.Tensor] = {}  # Shared, so never written to.
 
     def scalars(self) -> dict[Any, torch.Tensor]:
-        """Return all of them by name, those in `extra`, too."""
+        """Return all scalars by name, including those in `extra`."""
         own = self._asdict()
         return {**own.pop("extra"), **own}
 
@@ -83,7 +83,7 @@ def check_rows(
     batch: Mapping[str, Any],
     distribution: ActionDistribution,
 ) -> None:
-    """Raise ValueError, naming the tensor, unless all have the right shapes."""
+    """Raise ValueError, which names the tensor, if a shape or dtype is wrong."""
     baseline = learner_outputs["baseline"]
     if (
         baseline.ndim != 2
@@ -104,7 +104,7 @@ def check_rows(
     else:
         vtrace.check("sample", batch["sample"], (*rows, distribution.size), dtype)
     vtrace.check("reward", batch["reward"], rows, dtype)
-    # Not uint8: there ~ is bitwise and makes 255 of 0.
+    # Not uint8, for which ~ is bitwise: ~0 is 255.
     vtrace.check("done", batch["done"], rows, torch.bool)
     vtrace.check("truncated", batch["truncated"], rows, torch.bool)
 
@@ -112,10 +112,10 @@ def check_rows(
 def split_columns(
     rows: Nest, state: tuple[torch.Tensor, ...]
 ) -> Iterator[tuple[Nest, tuple[torch.Tensor, ...]]]:
-    """Cut a batch into groups of columns, contiguous; a GPU takes it whole.
+    """Split a batch into groups of columns, contiguous. On a GPU there is one group.
 
     The activations of a whole batch take hundreds of MB. On the CPU one group after
-    another uses the same, warm memory.
+    another uses the same memory.
     """
     B = rows["done"].shape[1]
     size = sum(x.nbytes for _, x in leaves(rows["observation"]))
@@ -131,10 +131,10 @@ def sums_to_log(
     batch: Mapping[str, Any],
     clipping: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the fields of `ImpalaLoss` that are no losses, by name.
+    """Return the fields of `ImpalaLoss` that are not losses, by name.
 
     Args:
-      vs, log_rhos: V-trace's, [T, B]; log_rhos is -inf where there is no transition.
+      vs, log_rhos: [T, B], as in V-trace. log_rhos is -inf if there is no transition.
       clipping: options of V-trace, with or without `clip_rho_threshold`.
     """
     rhos = log_rhos.exp()
@@ -152,10 +152,11 @@ def sums_to_log(
 def sum_scalars(parts: Sequence[ImpalaLoss], norm: torch.Tensor) -> dict[Any, float]:
     """Return the sums of the parts' scalars, and grad_norm, as numbers.
 
-    Reads all of them from the device at once, and waits for it.
+    Copies all numbers from the device at once, and waits for the device.
 
     Raises:
-      ConfigError: a fork has added something that is not a number, or a tensor of them.
+      ConfigError: a scalar that a fork has added is neither a number nor a tensor of
+        numbers.
     """
     sums: dict[Any, torch.Tensor] = {}
     for part in parts:
@@ -174,9 +175,9 @@ def sum_scalars(parts: Sequence[ImpalaLoss], norm: torch.Tensor) -> dict[Any, fl
 
 
 def target_moments(sums: Mapping[Any, float], num_steps: int) -> tuple[float, float]:
-    """Return mean and variance of the V-trace targets behind some sums of scalars."""
+    """Return mean and variance of the V-trace targets, from the sums of scalars."""
     mean = sums["target"] / max(num_steps, 1)
-    # In float64 the squares of a mean that is far from 0 leave enough digits.
+    # float64 has enough digits for this difference, even if the mean is far from 0.
     return mean, max(0.0, sums["target_square"] / max(num_steps, 1) - mean**2)
 
 

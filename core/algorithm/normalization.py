@@ -2,12 +2,12 @@
 """Running statistics that `Net` keeps as buffers: of its inputs, and of its targets.
 
 --normalize_observations adds `InputNorm` to a network, and --normalize_returns makes
-its last layer for values a `PopArt`. Their statistics are in the network's state_dict.
-So they are in checkpoints, and actors get them together with the weights. Only
-`Learner.update` changes them, after the optimizer step: the forward pass of an update
-uses the statistics with which an actor of the newest weights acted, so the importance
-weights of its rollouts are 1. An update whose loss is not finite is skipped, and
-changes no statistics. Nothing changes them in the test modes.
+`PopArt` the last layer of the baseline. Their statistics are in the network's
+state_dict. So they are in checkpoints, and actors get them together with the weights.
+Only `Learner.update` changes the statistics, after the optimizer step: the forward pass
+of an update uses the statistics with which an actor of the newest weights acted, so the
+importance weights of its rollouts are 1. An update whose loss is not finite is skipped
+and changes no statistics. The test modes do not change them.
 """
 
 import argparse
@@ -26,9 +26,10 @@ from core.rollout import leaf_spaces
 
 CLIP = 10.0  # Normalized inputs are in [-CLIP, CLIP].
 EPSILON = 1e-8  # Added to the variance, which may be 0.
-# Weight of a batch in the statistics of targets: those of some 100 updates count.
-# Targets grow while a policy improves, so an average over all updates would be late.
-# Those of one batch alone are noise, as its rollouts are few and their rows alike.
+# Weight of a new batch in the statistics of targets: an average over about 1 / RATE
+# updates. An average over all updates would lag behind the targets, which grow while
+# the policy improves. The statistics of one batch would be noisy: its rollouts are few,
+# and their rows are similar.
 RATE = 0.01
 MIN_STD, MAX_STD = 1e-4, 1e6  # Bounds of Hessel et al. 2018.
 
@@ -40,7 +41,7 @@ def normalized(flags: argparse.Namespace) -> list[str]:
 
 
 def check_statistics(flags: argparse.Namespace, net: nn.Module) -> None:
-    """Raise ConfigError if a flag asks for statistics that Net does not keep."""
+    """Raise ConfigError if a flag needs statistics that Net does not keep."""
     for what, name, expected in (
         ("observations", "normalize", InputNorm),
         ("returns", "baseline", PopArt),
@@ -73,8 +74,8 @@ class RunningNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., *shape] normalized and clipped, as float32.
 
-        What is not finite becomes NaN. Clipping would turn infinity into an ordinary
-        number, and hide the error of an environment.
+        Values that are not finite become NaN. Clipping alone would turn infinity into
+        an ordinary number, and hide the error of an environment.
         """
         x = x.double()  # First, since operations on two dtypes take twice as long.
         y = (x - self.mean) * (self.var + EPSILON).rsqrt()
@@ -82,13 +83,14 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def learn(self, x: torch.Tensor, learners: Learners | None = None) -> None:
-        """Add the rows of x [N, *shape]: the exact statistics of all rows so far.
+        """Add the rows of x [N, *shape] to the statistics, which are over all rows.
 
-        Writes in place: actors and CUDA graphs hold these tensors. Rows that are not
-        finite change nothing.
+        Writes in place: actors and CUDA graphs hold these tensors. If a value is not
+        finite, the statistics do not change.
 
         Args:
-          learners: each of which adds rows now; the result is the same in all.
+          learners: the learners, each of which makes this call with its own rows. The
+            statistics are the same in all of them.
         """
         var, mean = torch.var_mean(x.double(), dim=0, correction=0)
         if learners is None:
@@ -109,7 +111,7 @@ class RunningNorm(nn.Module):
 
 
 class InputNorm(nn.Module):
-    """Normalizes what a network reads of rollout rows: observations and rewards.
+    """Normalizes a network's inputs from rollout rows: observations and rewards.
 
     Each leaf of the observation has statistics of its own. Only leaves of Box spaces of
     floats are normalized. Integers (pictures), Discrete, MultiDiscrete and MultiBinary
@@ -126,7 +128,8 @@ class InputNorm(nn.Module):
             norms[ACTION_MASK] = map_nest(lambda _: nn.Identity(), norms[ACTION_MASK])
         self.observation = nn.ModuleList(norm for _, norm in leaves(norms))
         numbers = itertools.count()
-        self._number = map_nest(lambda _: next(numbers), norms)  # Of each leaf's norm.
+        # The index in `observation` for each leaf.
+        self._number = map_nest(lambda _: next(numbers), norms)
         self.reward = RunningNorm(())
 
     def forward(self, rows: dict[str, Nest]) -> dict[str, Nest]:
@@ -140,8 +143,8 @@ class InputNorm(nn.Module):
     def learn(self, rows: dict[str, Nest], learners: Learners | None = None) -> None:
         """Add the rows [T + 1, B, ...] of a batch to the statistics.
 
-        Except row 0: it was the last row of the rollout before. With `learners`, each
-        adds the rows of its own batch.
+        Row 0 is left out: it was the last row of the previous rollout. With `learners`,
+        each learner adds the rows of its own batch.
         """
 
         def learn(i: int, x: torch.Tensor) -> None:
@@ -160,18 +163,18 @@ def _norm_for(space: gym.Space) -> nn.Module:
 
 
 class PopArt(nn.Linear):
-    """A linear layer for values, which learns in units of its targets' deviation.
+    """A linear layer for values that normalizes its targets (PopArt).
 
-    Preserves its outputs precisely while it adapts to the scale of the targets (van
-    Hasselt et al. 2016, arXiv:1602.07714). It says v = std * (W x + b) + mean: values
-    are in units of the rewards, and W and b in units of the running mean and standard
-    deviation of the V-trace targets. When these change, W and b change so that v does
-    not.
+    "Preserving outputs precisely, while adaptively rescaling targets" (van Hasselt et
+    al. 2016, arXiv:1602.07714). The layer computes v = std * (W x + b) + mean, where
+    mean and std are the running mean and standard deviation of the V-trace targets. So
+    v is in units of the rewards, and W x + b is normalized. When mean and std change, W
+    and b change so that v stays the same.
 
     The loss has to divide by `scale` (`core.algorithm.update.impala_loss`). The paper
-    learns the statistics of a batch before it computes the loss. Here it is after the
-    update: the columns of a batch are learned in groups, one after another, and the
-    statistics are those of all.
+    updates the statistics with a batch before it computes the loss of the batch. Here
+    this comes after the optimizer step: the loss is computed for one group of columns
+    after another, so the targets of all columns are known only at the end.
 
     Statistics have one element for each output, so that an output for each of several
     tasks could have its own.
@@ -195,10 +198,10 @@ class PopArt(nn.Linear):
 
     @property
     def scale(self) -> torch.Tensor:
-        """What the loss divides errors by: `std`, or infinity before the first `learn`.
+        """The loss divides errors by this: `std`, or infinity before the first `learn`.
 
-        So the first batch is for the statistics alone. In units of the rewards its
-        gradients could be so large that the optimizer's averages forget them late.
+        So the first batch changes only the statistics. Without a normalization its
+        gradients could be so large that they stay in the optimizer's averages for long.
         """
         return torch.where(self.updates > 0, self.std, torch.inf).float()
 
@@ -210,8 +213,9 @@ class PopArt(nn.Linear):
     def learn(self, mean: float, var: float) -> None:
         """Add the mean and variance of a batch's targets; keep the layer's outputs.
 
-        The first 1 / RATE batches weigh the same. Then the old ones fade with RATE.
-        Writes in place: actors and CUDA graphs hold these tensors.
+        The first 1 / RATE batches have equal weights. After that, each batch reduces
+        the weight of the older ones by the factor 1 - RATE. Writes in place: actors and
+        CUDA graphs hold these tensors.
         """
         old_mean, old_std = self.mean.clone(), self.std
         self.updates += 1

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An LSTM over rollouts, whose episodes end anywhere, without a loop over time."""
+"""An LSTM over rollouts with episode ends in them, without a loop over time."""
 
 import torch
 from torch import nn
 
 
 def create_lstm(input_size: int, hidden_size: int) -> nn.LSTM:
-    """Return an LSTM that remembers from the start: its forget gates begin open.
+    """Return an LSTM whose forget gates are open at first (bias 1).
 
-    With torch's own biases around 0 half of the state is gone after each step, and its
-    gradient with it. A bias of 1 keeps 73 % (Jozefowicz et al. 2015).
+    With torch's own biases, around 0, an untrained LSTM keeps half of its state in each
+    step, and so half of the gradient. A bias of 1 keeps 73 % (Jozefowicz et al. 2015).
     """
     lstm = nn.LSTM(input_size, hidden_size)
     with torch.no_grad():  # Gates are stacked as input, forget, cell, output.
@@ -25,8 +25,9 @@ def unroll_lstm(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Run an LSTM over rows with episode ends in them, without a loop over time.
 
-    Each column is cut where an episode begins; the pieces run side by side as one
-    packed sequence, each from a zero state unless it continues the stored one.
+    Each column is cut where an episode begins. The pieces run side by side as one
+    packed sequence. Each piece starts from a zero state, but the first piece of a
+    column starts from the stored state unless an episode begins at row 0.
 
     Args:
       x: [T, B, features].  done: [T, B] bool.  state: two of [layers, B, hidden].
@@ -45,7 +46,8 @@ def unroll_lstm(
     first = starts.flatten().nonzero().squeeze(1)  # [P]: where each piece begins
     piece = starts.flatten().cumsum(0) - 1  # [B*T]: the piece that each row is in
     length = first.diff(append=first.new_tensor([B * T]))
-    # Packing wants the longest first, and all pieces' k-th rows next to each other.
+    # A packed sequence has the longest piece first, and the k-th rows of all pieces
+    # next to each other.
     by_length = length.argsort(descending=True, stable=True)
     rank = torch.empty_like(by_length)
     rank[by_length] = torch.arange(len(first), device=x.device)

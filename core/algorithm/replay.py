@@ -3,9 +3,11 @@
 
 As in section 5.2.2 of Espeholt et al. 2018, a batch has new rollouts and replayed ones,
 drawn uniformly from the most recent. V-trace corrects for the age of both: a row keeps
-the policy that acted (`policy_logits`), a rollout the recurrent state of that time.
+the logits of the policy that acted (`policy_logits`), and a rollout keeps the recurrent
+state of that time.
 
-Rollouts stay where they were received. A learner thread does this for each batch:
+Rollouts stay in the memory where they were received. A learner thread does this for
+each batch:
 
     replayed = replay.sample()           # They stay in the replay for now.
     ...                                  # Copy new and replayed rollouts into a batch.
@@ -50,12 +52,12 @@ class Replay:
     """The most recent rollouts, for uniform sampling. Thread-safe.
 
     Args:
-      capacity: how many items it holds. An item stands for one rollout, or for several
+      capacity: largest number of items. An item stands for one rollout, or for several
         that lie side by side in memory. It is hashable: a buffer's index, or `Column`.
       num_sampled: how many items `sample` draws.
-      seed: of the draws.
-      reserve: items without a rollout yet, up to `capacity`. They leave first: one for
-        each of the first items that come, so that `add` always returns as many.
+      seed: seed of the draws.
+      reserve: items that have no rollout yet, at most `capacity`. They leave first, so
+        that `add` can return one item for each new item from the start.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Replay:
         self._in_use: collections.Counter[Any] = collections.Counter()  # Sampled.
 
     def sample(self) -> list[Any]:
-        """Draw `num_sampled` different items; none until the replay holds as many.
+        """Draw `num_sampled` different items, or none if the replay holds fewer.
 
         They do not leave the replay before `add` is called with them.
         """
@@ -93,7 +95,7 @@ class Replay:
         An item that another thread has sampled stays until that thread calls `add`.
 
         Args:
-          sampled: what `sample` has returned; no longer in use.
+          sampled: the items that `sample` returned. They are no longer in use.
         """
         with self._lock:
             self._in_use.subtract(sampled)
@@ -117,11 +119,11 @@ def create_replay(
     rollouts_per_item: int = 1,
     reserve: Sequence[Any] = (),
 ) -> Replay:
-    """Return the replay that the flags ask for, empty, also when a run is resumed.
+    """Return the replay that the flags ask for. It is empty, also in a resumed run.
 
     Args:
-      first_update: optimizer steps before this start of the run. With it a resumed run
-        does not repeat its first draws.
+      first_update: optimizer steps before this start of the run. It is a part of the
+        seed, so that a resumed run does not repeat its first draws.
       reserve: as `Replay` takes it.
     """
     new = new_rollouts(flags)

@@ -20,9 +20,9 @@ from core.rollout import flat_ranges
 def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = 2**0.5) -> nn.Module:
     """Return `layer` with orthogonal weights and no bias (Saxe et al. 2014).
 
-    Signals keep their size from layer to layer. With torch's own initial weights, what
-    moves on an Atari screen changes the features of ShallowTorso by some 1e-4 only, and
-    learning takes long to begin.
+    Signals keep their size from layer to layer. With torch's own initial weights, the
+    movements on an Atari screen change the features of ShallowTorso by only about 1e-4,
+    and it takes long until the agent begins to learn.
     """
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None
@@ -37,7 +37,7 @@ def model_for(space: gym.Space) -> str:
 
 
 def picture_side(space: gym.Space) -> int:
-    """Return a picture's height or width, whichever is less; 0 for what is none."""
+    """Return the smaller of a picture's height and width; 0 if it is not a picture."""
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 3:
         return 0
     first, middle, last = space.shape  # Either the first or the last are the channels.
@@ -45,14 +45,14 @@ def picture_side(space: gym.Space) -> int:
 
 
 class ImageTorso(nn.Module):
-    """What the convolutional torsos share: layout, scaling, the size of the end.
+    """The base of the convolutional torsos: layout, scaling, and the linear layer.
 
-    Takes [N, C, H, W] or [N, H, W, C], whichever axis is the smaller (the last if they
-    are equal); integers are scaled by the range of the space. Convolutions run
-    channels-last, three times as fast on a CPU.
+    Takes [N, C, H, W] or [N, H, W, C]: the second or the last axis has the channels,
+    whichever is smaller (the last if they are equal). Integers are scaled by the range
+    of the space. Convolutions run channels-last, three times as fast on a CPU.
     """
 
-    name: str  # Of the --model.
+    name: str  # The value of --model.
     min_side = 36
 
     def __init__(
@@ -74,8 +74,8 @@ class ImageTorso(nn.Module):
         self.scale = int((offset + scale).max()) - self.offset
         with torch.no_grad():
             _, C, H, W = self._convolve(torch.zeros(1, *space.shape)).shape
-        # A linear layer over the whole map. As a convolution oneDNN runs it, on AMD
-        # CPUs twice as fast as MKL runs nn.Linear.
+        # A linear layer over the whole map, as a convolution: oneDNN computes it, on
+        # AMD CPUs twice as fast as MKL computes nn.Linear.
         self.fc = orthogonal(nn.Conv2d(C, size, kernel_size=(H, W)))
         self.num_features = size
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -83,7 +83,8 @@ class ImageTorso(nn.Module):
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
         if not self.channels_first:
             x = x.movedim(-1, 1)  # [N, C, H, W]
-        x = x.contiguous(memory_format=torch.channels_last)  # Bytes move faster.
+        # Before the conversion to float, since bytes are copied faster.
+        x = x.contiguous(memory_format=torch.channels_last)
         if self.offset:
             x = x.float() - self.offset
         return self.convs(x.float() if self.scale == 1 else x / self.scale)
@@ -198,12 +199,12 @@ class MLPTorso(nn.Module):
 
 
 class TanhTorso(MLPTorso):
-    """The same with two layers of 64 and tanh, as PPO's for MuJoCo (Schulman 2017).
+    """`MLPTorso` with 64 units and tanh, as PPO's for MuJoCo (Schulman et al. 2017).
 
     A tanh is smooth and bounded, so one large step of the optimizer changes the mean of
     a Gaussian policy less than with ReLU. `Net` makes two of these torsos, one for the
-    policy and one for the baseline, since they learn better apart (Andrychowicz et al.
-    2020, arXiv:2006.05990).
+    policy and one for the baseline, since separate networks learn better (Andrychowicz
+    et al. 2020, arXiv:2006.05990).
     """
 
     num_features = 64

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update of IMPALA on one page: from a batch of rollouts to new weights.
+"""One update of IMPALA: from a batch of rollouts to new weights.
 
 Espeholt et al. 2018 (arXiv:1802.01561), section 4. Read from top to bottom:
 
     Learner.update      the whole update: gradient, clipping, optimizer step, counters
     compute_gradient    forward and backward pass, one group of columns after another
-    compute_loss        the forward pass, and the loss of what came out
+    compute_loss        the forward pass, and the loss of its outputs
     impala_loss         V-trace and the three losses
 
-V-trace itself is in `core.algorithm.vtrace`; what is counted and logged of each batch
-is in `core.algorithm.batch_counts`; the sums over several learners are in
+V-trace itself is in `core.algorithm.vtrace`, the counts and averages for the log are in
+`core.algorithm.batch_counts`, and the sums over several learners are in
 `core.algorithm.learners`. To change the loss, write a `compute_loss` of your own in
 your trainer and give it to `Learner` (README, "Change the algorithm").
 """
@@ -59,12 +59,13 @@ class Learner:
         """Create the learner.
 
         Args:
-          net: on the device that learns.
-          optimizers: of net's parameters. All of them step at each update. The learning
-            rate that each parameter group has now is the one at the start of the run. A
-            resumed run takes the other options of the groups from here, too, except
-            those that training has changed, such as a counter: these go on as saved.
-          loss: called like `compute_loss`, which is the default.
+          net: the network, on the device that learns.
+          optimizers: of net's parameters. All of them step at each update. The present
+            learning rate of each parameter group is the one at the start of the run. A
+            resumed run also takes the other options of the groups from here, except
+            options that training has changed, such as a counter: these are restored
+            from the checkpoint.
+          loss: a function with the arguments of `compute_loss`, which is the default.
 
         Raises:
           ConfigError: a flag asks for statistics that net does not keep.
@@ -90,8 +91,8 @@ class Learner:
         self.skipped_in_a_row = 0
         self.counts = BatchCounts(flags)
         self.failed = False  # After MAX_BAD_UPDATES: the other learner threads stop.
-        # The other learners (torchrun), None without any. They do the same updates: all
-        # above but `counts` is the same in all of them.
+        # The other learners (torchrun), or None. All learners do the same updates:
+        # everything above except `counts` is the same in all of them.
         self.learners = current()
         self.stopped = False  # The learners have agreed to stop.
         self.busy = BusyTime()  # Since the last row of the log. Has a lock of its own.
@@ -108,11 +109,11 @@ class Learner:
           batch: [T + 1, B, ...] as the table in `core.rollout` says; numpy arrays, or
             tensors on the CPU. New rollouts come before replayed ones.
           state: the recurrent state before row 0, [layers, B, hidden] each.
-          stream: copies to a GPU while another thread's update goes on.
+          stream: for the copy to the GPU, which another thread's update does not delay.
 
         Raises:
-          FloatingPointError: this was the last of MAX_BAD_UPDATES such updates in a
-            row.
+          FloatingPointError: this was the last of MAX_BAD_UPDATES updates in a row
+            whose loss or gradient was not finite.
         """
         flags, net = self.flags, self.net
         batch, state = map_nest(torch.as_tensor, (batch, state))
@@ -159,9 +160,9 @@ class Learner:
     def _learn_statistics(
         self, batch: Nest, rows: Nest, sums: dict[Any, float]
     ) -> None:
-        """Add a batch to the network's running statistics, if flags give it some."""
+        """Add a batch to the network's running statistics, if flags ask for these."""
         if self.flags.normalize_observations:
-            new_rows = replay.split(rows)[0]  # Each row once.
+            new_rows = replay.split(rows)[0]  # Each row counts once.
             self.net.normalize.learn(new_rows, self.learners)
         if self.flags.normalize_returns and (num_steps := int(sums["steps"])):
             self.net.baseline.learn(*losses.target_moments(sums, num_steps))
@@ -191,7 +192,7 @@ class Learner:
             )
 
     def _meet_learners(self) -> None:
-        """After an update: give learner 0 what it logs; compare the weights."""
+        """After an update: send learner 0 its report; compare the weights."""
         learners = self.learners
         assert learners is not None
         learners.is_over = self.finished() or self.stopped
@@ -205,10 +206,10 @@ class Learner:
         return self.step >= self.flags.total_steps
 
     def progress(self) -> str:
-        """Say how far the run is, for a `Watchdog`.
+        """Return a text that changes when the run makes progress, for a `Watchdog`.
 
-        The text changes all the time while this learner waits for other learners: that
-        wait has a limit of its own, and another learner's watchdog knows the reason.
+        The text also changes while this learner waits for other learners: this wait has
+        its own limit, and the watchdog of the learner that is late reports the reason.
         """
         text = f"step {self.step}"
         if self.learners is not None and self.learners.waits_since:
@@ -257,11 +258,10 @@ def compute_gradient(
 ) -> list[ImpalaLoss]:
     """Set the gradient of a batch's loss; return the losses of its groups of columns.
 
-    The loss is a sum over columns, and so is its gradient: on a CPU one group of
-    columns after another uses the same, warm memory.
+    The loss is a sum over columns, and so is its gradient: see `losses.split_columns`.
 
     Args:
-      loss: called like `compute_loss`.
+      loss: a function with the arguments of `compute_loss`.
       rows: [T + 1, B, ...] as the table in `core.rollout` says, on net's device.
       state: the recurrent state before row 0.
     """
@@ -291,7 +291,7 @@ def compute_loss(
 
 
 def loss_options(flags: argparse.Namespace, net: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `impala_loss` that flags are for."""
+    """Return the keyword arguments of `impala_loss` that follow from flags."""
     names = ("discounting", "baseline_cost", "entropy_cost", "reward_clipping")
     options = {name: getattr(flags, name) for name in names}
     options["lambda_"] = flags.vtrace_lambda
@@ -321,8 +321,9 @@ def impala_loss(
         + baseline_cost * 1/2 sum (v_s - V(x_s))^2
         - entropy_cost * sum H(pi(.|x_s))
 
-    where v is the V-trace target, and only pi and V have a gradient. What is in round
-    brackets is divided by `scale` first (Hessel et al. 2018, arXiv:1809.04474).
+    where v is the V-trace target, and gradients flow only through log pi, V in the
+    second line, and H. The differences (r_s + gamma_s v_{s+1} - V(x_s)) and
+    (v_s - V(x_s)) are divided by `scale` first (Hessel et al. 2018, arXiv:1809.04474).
 
     Args:
       learner_outputs: policy_logits [T + 1, B, P] and baseline [T + 1, B], float32, of
@@ -333,19 +334,18 @@ def impala_loss(
       baseline_cost, entropy_cost: weights of the baseline loss and the entropy bonus.
       reward_clipping: "abs_one" clamps rewards to [-1, 1], "none" leaves them.
       scale: `PopArt.scale`, about the standard deviation of v; or 1.
-      clipping: `lambda_` and the thresholds that
-        `core.algorithm.vtrace.from_importance_weights` takes; the paper's by default.
+      clipping: `lambda_` and the thresholds of `vtrace.from_importance_weights`.
 
     Raises:
-      ValueError: a shape, a dtype or reward_clipping; the message names it.
+      ValueError: a shape, a dtype or reward_clipping is wrong; the message names it.
     """
     losses.check_rows(learner_outputs, batch, distribution)
 
     # Row t+1 of the batch holds the action chosen at row t's observation, with the
     # logits it was drawn from, the reward it brought, and whether it ended the episode
     # (the table in core.rollout). So the T transitions pair the learner's rows [:-1],
-    # where they start, with the batch's rows [1:], where they arrive. The learner's
-    # last row has no transition left; its value is what the rollout bootstraps from.
+    # where they start, with the batch's rows [1:], where they end. No transition starts
+    # at the learner's last row; the rollout bootstraps from the value of this row.
     policy = learner_outputs["policy_logits"][:-1]
     values = learner_outputs["baseline"][:-1]
     bootstrap_value = learner_outputs["baseline"][-1]
@@ -353,11 +353,11 @@ def impala_loss(
     rewards = losses.clip_rewards(batch["reward"][1:], reward_clipping)
     discounts = (~batch["done"][1:]).to(values.dtype) * discounting
 
-    # Termination and truncation part here (Pardo et al. 2018, arXiv:1712.00378). An
-    # episode that terminates gets discount 0. One that is truncated goes on to
-    # bootstrap from V(final observation): the transition into a truncated row is like
-    # any other. What starts at a truncated row leads to the reset observation and is
-    # no transition: weight zero, so its v is V, and all its losses are zero.
+    # Termination and truncation differ here (Pardo et al. 2018, arXiv:1712.00378). An
+    # episode that terminates gets discount 0. A truncated episode bootstraps from
+    # V(final observation): the transition into a truncated row is like any other. The
+    # step that starts at a truncated row leads to the reset observation and is not a
+    # transition: it has weight zero, so its v is V, and all its losses are zero.
     transitions = ~batch["truncated"][:-1]
 
     log_probs = distribution.log_prob(policy, chosen)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V-trace: value targets from behaviour that a slightly older policy chose.
+"""V-trace: value targets from actions that a slightly older policy chose.
 
 Equation (1) of Espeholt et al. 2018 (arXiv:1802.01561),
 
     v_s = V(x_s) + sum_{t=s}^{s+n-1} gamma^{t-s} (prod_{i=s}^{t-1} c_i) delta_t
     delta_t = rho_t (r_t + gamma V(x_{t+1}) - V(x_t))
 
-with rho_t = min(rho_bar, pi(a_t|x_t) / mu(a_t|x_t)) and c_t = lambda min(c_bar, same),
-where the actors followed mu and the learner is at pi. gamma is a discount per step
-here, 0 on the transition that ends an episode.
+with ratio_t = pi(a_t|x_t) / mu(a_t|x_t), rho_t = min(rho_bar, ratio_t) and
+c_t = lambda min(c_bar, ratio_t). mu is the policy of the actors, pi that of the
+learner. Here gamma is one discount per step, 0 for the transition that ends an episode.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 class VTraceReturns(NamedTuple):
     """Both [T, B], with the dtype of the arguments and without gradient."""
 
-    vs: torch.Tensor  # v_s, what V(x_s) should have been.
+    vs: torch.Tensor  # v_s, the target of V(x_s).
     pg_advantages: torch.Tensor  # rho_s (r_s + gamma_s v_{s+1} - V(x_s)).
 
 
@@ -55,15 +55,15 @@ def from_logits(
 ) -> VTraceFromLogitsReturns:
     """Compute V-trace targets and advantages for softmax policies.
 
-    The signature is that of TorchBeast's function; `core.algorithm.losses` does not
-    need it.
+    The signature is that of the original TorchBeast, for its forks. The trainers here
+    do not use this function.
 
     Args:
       behavior_policy_logits: [T, B, A] float32 of mu, which the actors followed.
       target_policy_logits: [T, B, A] float32 of pi, the learner's.
       actions: [T, B] int64.
 
-    The others are those of `from_importance_weights`.
+    The other arguments are those of `from_importance_weights`.
 
     Raises:
       ValueError: a shape or dtype disagrees; the message names the tensor.
@@ -108,13 +108,14 @@ def from_importance_weights(
       rewards: [T, B] float32, of the step.
       values: [T, B] float32, V(x_t) under the learner's network.
       bootstrap_value: [B] float32, V(x_T) under the learner's network.
-      clip_rho_threshold: rho_bar, which fixes what policy V is of; None does not clip.
+      clip_rho_threshold: rho_bar; V becomes the value of a policy between mu and pi,
+        the closer to pi the larger rho_bar is. None does not clip.
       clip_pg_rho_threshold: the same for the weight in pg_advantages.
-      clip_c_threshold: c_bar, which bounds how fast weights of a long trace grow; the
-        paper takes it no larger than rho_bar.
+      clip_c_threshold: c_bar, which limits how fast the weights of a long trace grow.
+        In the paper it is not larger than rho_bar.
       lambda_: the lambda of Remark 2; 0 gives one-step targets.
 
-    All tensors are of one dtype; float64 works too. Axes beyond [T, B] are refused:
+    All tensors have one dtype; float64 works too. More axes than [T, B] are refused:
     flatten them into B.
 
     Raises:
@@ -139,8 +140,9 @@ def from_importance_weights(
     traces = lambda_ * discounts * rhos.clamp(max=clip_c_threshold)
 
     # Remark 1: v_t - V(x_t) = delta_t + gamma_t c_t (v_{t+1} - V(x_{t+1})). Two such
-    # steps are again one of the same form, so log2(T) rounds do what T steps would.
-    # After each, errors[t] has the terms of `span` steps, traces[t] their product.
+    # steps combine to one step of the same form, so log2(T) rounds replace T steps.
+    # After a round, errors[t] is the sum of the terms of `span` steps, and traces[t] is
+    # the product of their gamma c.
     errors, span = deltas, 1
     while span < T:
         near = torch.addcmul(errors[:-span], traces[: T - span], errors[span:])
@@ -163,7 +165,7 @@ def _clip(rhos: torch.Tensor, threshold: float | None) -> torch.Tensor:
 def check(
     name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Raise ValueError, naming the tensor, unless it has this shape and dtype."""
+    """Raise ValueError, which names the tensor, unless its shape and dtype match."""
     if x.shape != shape or x.dtype != dtype:
         expected = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
         raise ValueError(f"{name} is {describe(x)}; expected {expected}")

@@ -2,8 +2,8 @@
 """`python -m core.environments.check ENV`: does ENV obey its own spec?
 
 Prints what the learner will see of the environment, then each kind of violation of its
-spec or of the API, one per line. Exit status 0 if there is none, else 78. A space that
-the learner does not support is no violation, but its exit status is 78 too.
+spec or of the API, one per line. The exit status is 0 if there is none, else 78. A
+space that the learner does not support is not a violation, but gives status 78 too.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
 
 EXIT_OK, EXIT_SPEC_MISMATCH = 0, 78
 PROGRESS_S = 5.0  # Between two lines of progress.
-REPLAY_STEPS = 300  # Of two plays with one seed; enough to notice an ignored seed.
+REPLAY_STEPS = 300  # Of each of two plays with one seed, to notice an ignored seed.
 
 
 class Unplayable(Exception):
@@ -57,7 +57,7 @@ class Violations:
         self.step = 0  # The present step; 0 is the first reset.
         self._first: dict[str, str] = {}  # Kind -> text of its first violation.
         self._count: collections.Counter[str] = collections.Counter()
-        # No violations: keys that --info_keys can take.
+        # Keys that --info_keys can take. These are not violations.
         self.info_scalars: set[str] = set()
 
     def add(self, kind: str, text: str) -> None:
@@ -137,7 +137,7 @@ def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[
     """Take random actions; return the observations, rewards and ends of episodes.
 
     Raises:
-      Unplayable: `reset` or `step` returned no tuple of the right length.
+      Unplayable: `reset` or `step` did not return a tuple of the right length.
     """
     seen: list[Any] = []
     observation_space = convert_space(env.observation_space)
@@ -164,10 +164,10 @@ def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[
 
 
 def sample(found: Violations, action_space: gym.Space, observation: Nest) -> Nest:
-    """Return a random action as a batch of one: one that the observation's mask allows.
+    """Return a random action, as a batch of one, that the observation's mask allows.
 
-    Any action if there is no mask, or if it is malformed or allows nothing: those are
-    violations.
+    Return any action if there is no mask, or if the mask is malformed or allows no
+    action (both are violations).
     """
     action = action_space.sample()
     sizes = category_sizes(action_space)
@@ -184,7 +184,7 @@ def sample(found: Violations, action_space: gym.Space, observation: Nest) -> Nes
 def choose(
     action_space: gym.Space, action: Nest, allowed: Iterator[np.ndarray]
 ) -> Nest:
-    """Return an action with other Discrete values, drawn from the allowed ones."""
+    """Return `action` with its Discrete values drawn again, from the allowed values."""
 
     def leaf(part: Any, value: Any) -> Any:
         drawn = [part.np_random.choice(next(allowed)) for _ in category_sizes(part)]
@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         violations = check(flags.env, num_steps=flags.steps, seed=flags.seed)
     except (UnlearnableSpace, ConfigError) as error:
-        print(f"not learned  {error}")
+        print(f"unsupported  {error}")
         return EXIT_SPEC_MISMATCH
     except ValueError as error:
         parser.error(str(error))

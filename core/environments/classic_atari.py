@@ -4,9 +4,9 @@
     pip install -e .[classic]      # needs g++, cmake and zlib (zlib1g-dev)
     python -m monobeast --env gym:PongNoFrameskip-v4
 
-Until version 0.19 gym had these environments. `register` adds the ids that the
-installed gym lacks and keeps gym's own. The ROMs come from ale_py, so nobody needs to
-import ROMs (atari-py has only one).
+Up to version 0.19 gym had these environments itself. `register` adds the ids that the
+installed gym lacks and keeps gym's own ids. The ROMs come from ale_py, so nobody needs
+to import ROMs (atari-py has only one).
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ class ClassicAtari(gym.Env):
         self.observation_space = gym.spaces.Box(0, 255, (height, width, 3), np.uint8)
 
     def get_action_meanings(self) -> list[str]:
-        """Return the name of each action; every ALE numbers actions alike."""
+        """Return the name of each action. All versions of ALE use the same numbers."""
         members = ale_py.Action.__members__
         names = {action.value: name for name, action in members.items()}
         return [names[action] for action in self._actions]

@@ -32,9 +32,10 @@ class ClassicGym(gym.Env):
     """The Gymnasium API around an environment of classic gym, of any version.
 
     `reset` may return the observation or (observation, info). `step` may return 4
-    values with `done`, or 5 values with `terminated` and `truncated`. The first call
-    shows which. A `done` with `info["TimeLimit.truncated"]` is a truncation. Seeds go
-    to `reset(seed=)` if the innermost environment takes a seed there, else to `seed()`.
+    values with `done`, or 5 values with `terminated` and `truncated`. The first call of
+    each method shows what it returns. A `done` with `info["TimeLimit.truncated"]` is a
+    truncation. Seeds go to `reset(seed=)` if the innermost environment takes a seed
+    there, else to `seed()`.
     """
 
     def __init__(self, env: Any) -> None:
@@ -101,8 +102,8 @@ class ClassicGym(gym.Env):
 def convert_space(space: Any) -> gym.Space:
     """Return `space` as a Gymnasium space.
 
-    The name of its class, or of a base class, says what a space of classic gym is; the
-    name may end in "Space".
+    The kind of a classic space is read from the name of its class or of a base class.
+    The name may end in "Space".
     """
     if isinstance(space, gym.Space):
         return space

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What environments do wrong, as exceptions and in words."""
+"""Exceptions and messages for what environments do wrong."""
 
 import contextlib
 import signal
@@ -14,7 +14,7 @@ from core.nests import ArraySpec
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """Say whether `error` may be Python's own answer to SIGINT."""
+    """Return whether `error` may be the exception that Python raises at SIGINT."""
     return (
         isinstance(error, KeyboardInterrupt)
         and threading.current_thread() is threading.main_thread()
@@ -26,8 +26,8 @@ def is_ctrl_c(error: BaseException) -> bool:
 def only_exceptions(doing: str) -> Iterator[None]:
     """Turn SystemExit, GeneratorExit and the like from an environment into EnvError.
 
-    Our own code would misread them: SystemExit ends a thread without a message, and
-    GeneratorExit ends a generator.
+    Otherwise our own code would treat them as its own: SystemExit ends a thread without
+    a message, and GeneratorExit ends a generator.
     """
     try:
         yield

@@ -31,8 +31,8 @@ REMOVED = ("ale-vector:", "envpool:")  # Names of vector environments before 0.1
 def make(name: str, **kwargs: Any) -> gym.Env:
     """Create the environment that `--env name` stands for (see the module docstring).
 
-    The environment gets `kwargs`; a `package.module:function` gets those of them that
-    its signature accepts.
+    The environment gets `kwargs`; a `package.module:function` gets only the arguments
+    that its signature accepts.
 
     Raises:
       ValueError: there is no such environment; the message suggests similar names.
@@ -63,7 +63,7 @@ def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
         env = gym.make(name, disable_env_checker=True, **kwargs)
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv):
         known = [*TOYS, *gym.registry]
-        raise ValueError(_unknown(name, known) + _of_package(name)) from None
+        raise ValueError(_unknown(name, known) + _suggest_package(name)) from None
     except gym.error.DependencyNotInstalled as error:
         raise ValueError(f"--env {name}: {error}") from error
     return MinAtar(env) if name.startswith("MinAtar/") else env
@@ -72,8 +72,8 @@ def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
 def _register_known_packages(name: str) -> None:
     """Register the ids of ale_py and minatar, which Gymnasium does not find."""
     if name.startswith("MinAtar/"):
-        # minatar logs to the root logger that it cannot plot. If that were the first
-        # log record of the process, logging would also install a handler.
+        # minatar logs a message about plotting to the root logger. If this were the
+        # first log record of the process, logging would also install a handler.
         quiet = logging.NullHandler()
         logging.getLogger().addHandler(quiet)
         try:
@@ -124,7 +124,7 @@ def _find_function(name: str) -> Callable[..., Any] | None:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(missing + "."):
-            raise  # The module exists, but it imports a module that does not.
+            raise  # The module exists, but it imports a module that does not exist.
         raise ValueError(
             f"--env {name}: no module {missing!r} in the current directory or among "
             "the installed packages. Run from the directory that holds it, or set "
@@ -166,7 +166,7 @@ def _unknown(name: str, names: list[str]) -> str:
     return message
 
 
-def _of_package(name: str) -> str:
+def _suggest_package(name: str) -> str:
     """Suggest package:ID if importing the package registers the id `name`."""
     package = name.partition("-")[0].partition("/")[0].lower()  # MiniGrid-Empty-5x5-v0
     if package.isidentifier() and ":" not in name:
@@ -184,9 +184,9 @@ def _did_you_mean(near: list[str]) -> str:
 class MinAtar(gym.Wrapper):
     """MinAtar with games that depend only on their seed, and without seaborn.
 
-    The package's first sticky action of a game repeats the last action of the game
-    before, and its `render` needs seaborn. Here every game starts from action 0, and
-    `render` needs only numpy.
+    In the package, the first sticky action of a game repeats the last action of the
+    previous game, and `render` needs seaborn. Here the last action is 0 at the start of
+    every game, and `render` needs only numpy.
     """
 
     PIXELS = 16

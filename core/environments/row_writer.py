@@ -19,13 +19,14 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 class RowWriter:
     """Checks and writes what one of K environments returned.
 
-    All checks compare with the environments' own spaces and raise EnvSpecError, or
-    EnvValueError for a value out of its range.
+    All checks compare with the environments' own spaces. They raise EnvSpecError, or
+    EnvValueError for a value outside its range.
 
     Args:
       space: the observation space.
-      action_space: an `action_mask` in an observation must allow one of its actions.
-      where: returns the words for environment k in a message, with its step.
+      action_space: the action space, for the check of `action_mask`.
+      where: given k, returns the text that names environment k and its step in a
+        message.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class RowWriter:
             if (
                 type(value) is not np.ndarray
                 or value.shape != spec.shape
-                or value.dtype is not spec.dtype  # Faster than !=; _cast knows both.
+                or value.dtype is not spec.dtype  # Faster than !=. _cast takes both.
             ):
                 value = self._cast(k, name, spec, value)
             if ranges is not None:
@@ -139,7 +140,8 @@ class RowWriter:
     ) -> None:
         """Refuse a value that no network can take.
 
-        Unlike a wrong shape it may never come again, so it costs only the episode.
+        Unlike a wrong shape, such a value may be an exception, so its error ends only
+        the episode.
         """
         low, high = limits
         if isinstance(low, int):

@@ -29,8 +29,8 @@ NAN = float("nan")
 def env_seed(seed: int, env_id: int, incarnation: int, game: int) -> int:
     """Return the seed (31 bits) for one game of one environment.
 
-    `incarnation` counts how often this environment was started again after a crash, so
-    that its games are not played again.
+    `incarnation` distinguishes the starts of an environment (after a crash, in a
+    resumed run), so that a new start does not play the games of an old one again.
     """
     entropy = np.random.SeedSequence([seed, env_id, incarnation, game])
     return int(entropy.generate_state(1)[0]) & 0x7FFFFFFF
@@ -43,19 +43,19 @@ class EnvOptions:
     Attributes:
       seed: the run's seed; `env_seed` derives each environment's own seed from it.
       first_env_id: id of the first of these environments, counted over the whole run.
-      incarnation: how often these environments were started again after a crash.
+      incarnation: distinguishes the starts of these environments: see `env_seed`.
       info_keys: scalars to copy from `info` into each row, NaN where absent.
       seed_every_game: reset every full game with a seed of its own, as `state` needs.
         Otherwise only the first game is seeded: a new seed costs ALE as much time as
         300 steps.
       recycle_games: full games after which an environment is closed and a new one takes
         its place, for simulators that leak; 0 for never. Rows do not show it.
-      truncation_is_done: a truncated episode takes one row, like a terminated episode,
-        for learners of TorchBeast, which do not know truncation.
-      clock: [1] float64. `Environments` writes `time.monotonic()` into it before each
-        call into an environment (constructor, reset, step, close). The owner sets it
-        back to 0 between calls of `Environments`. In shared memory another process can
-        see when one environment takes too long.
+      truncation_is_done: a truncated episode takes one row, like a terminated episode.
+        This is for learners of the original TorchBeast, which have no truncation.
+      clock: float64 array. `Environments` writes `time.monotonic()` into clock[0]
+        before each call of an environment (constructor, reset, step, close). The owner
+        sets clock[0] back to 0 between calls of `Environments`. If the array is in
+        shared memory, another process can see that an environment takes too long.
     """
 
     seed: int
@@ -70,7 +70,7 @@ class EnvOptions:
 
 @dataclasses.dataclass
 class _Progress:
-    """Where one environment stands."""
+    """The progress of one environment."""
 
     game: int = 0  # Index of the full game being played.
     seed: int | None = None  # Seed of the last seeded reset.
@@ -165,7 +165,7 @@ class Environments:
         return [self._game_seed(k, 0) for k in range(len(self.envs))]
 
     def reset(self, rows: Nest) -> None:
-        """Begin the first game of every environment; write the very first rows."""
+        """Begin the first game of every environment; write the first rows."""
         self._progress = [_Progress() for _ in self.envs]
         for k in range(len(self.envs)):
             copy_at(rows["last_action"], k, map_nest(first_action, self._action_spaces))
@@ -202,7 +202,7 @@ class Environments:
         with only_exceptions("close()"):
             self._closer.close()
 
-    # Exact resume: environments cannot be saved, but their games can be replayed.
+    # Exact resume: environments cannot be saved, but their games can be played again.
 
     def state(self) -> dict[str, Any]:
         """Return a JSON-compatible state for `restore`.
@@ -224,14 +224,14 @@ class Environments:
         return {"seeds": self.seeds(), "envs": envs}
 
     def restore(self, state: dict[str, Any], rows: Nest) -> None:
-        """Bring new environments to where `state` was taken.
+        """Bring new environments to the point at which `state` was taken.
 
-        Plays the current game of each environment again: its seeded reset, then its
-        actions.
+        Play the current game of each environment again: the seeded reset, then the
+        saved actions.
 
         Args:
           state: the result of `state()`.
-          rows: the last rows before `state`; only read.
+          rows: the last rows before `state`. They are read, not written.
 
         Raises:
           ValueError: `state` belongs to other environments.
@@ -279,7 +279,7 @@ class Environments:
         for key, value in self._progress[k].counters().items():
             if value != saved[key]:
                 return key
-        # The first row of a game describes the game before, which is not replayed.
+        # The first row of a game describes the previous game, which is not replayed.
         keys = self.row_spec if saved["actions"] else ["observation"]
         for key in keys:
             pairs = zip(leaves(replayed[key], key), leaves(rows[key]), strict=True)
@@ -344,7 +344,7 @@ class Environments:
         return self._reset(k, seed)
 
     def _is_due(self, k: int) -> bool:
-        """Say whether the game that has just ended was environment k's last."""
+        """Return whether environment k is to be replaced after the game that ended."""
         games = self._progress[k].game + 1
         limit = self._options.recycle_games
         return limit > 0 and games % limit == 0
@@ -376,7 +376,7 @@ class Environments:
         return result
 
     def _write_first(self, rows: Nest, k: int, observation: Any) -> None:
-        """Write row k that shows the first observation of a game."""
+        """Write row k with the first observation of a game."""
         rows["reward"][k] = 0.0
         self._write(rows, k, observation, True, False, False, {})
 
@@ -390,7 +390,7 @@ class Environments:
         game_over: bool,
         info: dict[str, Any],
     ) -> None:
-        """Write row k, all but `last_action` and `reward`."""
+        """Write row k, except `last_action` and `reward`."""
         progress = self._progress[k]
         self._writer.write_observation(rows["observation"], k, observation)
         if not truncated:  # The action chosen there is never executed.

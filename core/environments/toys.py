@@ -75,7 +75,7 @@ class Memory(gym.Env):
     it names the cue (action 0 for -1, action 1 for +1), else -1. Each action 1 before
     the signal costs 0.5.
 
-    Because of that cost the task tests the recurrent state. An agent without a
+    Because of this cost the task tests the recurrent state. An agent without a
     recurrent state still sees its last action (and last reward), so it could carry the
     cue as a chain of actions: 1, 1, 1, ... for one cue and 0, 0, 0, ... for the other.
     All blank observations are equal, so if the chain once takes the same action for

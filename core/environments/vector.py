@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`from_vector_env`: a Gymnasium vector environment of your own as rollout rows.
+"""`from_vector_env`: make your own Gymnasium vector environment write rollout rows.
 
 To serve one, return it from `create_environments` in polybeast_env.py:
 
     envs = gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="async")
     return from_vector_env(envs, **options)
 
-Use this where the K environments of a stream must be stepped by one call: a simulator
-that runs on a GPU, or a library that has its own threads or processes. Single
-environments do not need it: a server steps K of them in turn (`Environments`), which
-costs no more per step.
+Use this where one call must step all K environments of a stream: a simulator that runs
+on a GPU, or a library that has its own threads or processes. Single environments do not
+need this function: a server steps K of them in turn (`Environments`), which costs no
+more per step.
 """
 
 import time
@@ -32,11 +32,12 @@ def from_vector_env(
     """Return the environments of `vector`. The result owns `vector` and closes it.
 
     Args:
-      vector: of any autoreset mode. It must obey `reset(options={"reset_mask": mask})`.
-        Those of Gymnasium, ale_py and EnvPool do, and so must all whose mode is
-        DISABLED. Any other must have the mode SAME_STEP and never truncate an episode.
+      vector: a vector environment of any autoreset mode that obeys
+        `reset(options={"reset_mask": mask})`, as those of Gymnasium, ale_py and EnvPool
+        do. All vector environments of the mode DISABLED must do so. One that does not
+        must have the mode SAME_STEP and never truncate an episode.
       info_keys, options: as `Environments` takes them, but not `seed_every_game` and
-        `recycle_games`. EnvPool takes its seeds when it is made; ours are ignored.
+        `recycle_games`. EnvPool takes its seeds when it is made and ignores these.
 
     Raises:
       ValueError: `vector` does not obey these rules.
@@ -97,15 +98,16 @@ class _VectorSteps:
     `VectorEnv.step` steps all K environments, but rows need each environment to reset
     at its own time (see `Environments`). After a termination the same row shows the
     reset observation. After a truncation the row shows the final observation and only
-    the next row shows the reset observation. Resets of single environments do what the
-    autoreset mode does not:
+    the next row shows the reset observation. Where the autoreset mode of the vector
+    environment resets at another time, this class resets the single environment
+    ("we"):
 
-                 termination            the step after a truncation
-    NEXT_STEP    we reset after step    the vector environment resets
-    SAME_STEP    has been reset         has been reset; takes a step with the rest that
-                                        no row shows; we reset again
-    DISABLED     we reset after step    we reset (DISABLED demands it); takes a step
-                                        that no row shows; we reset again
+                 after a termination    in the step after a truncation
+    NEXT_STEP    we reset it            the vector environment resets it
+    SAME_STEP    already reset          already reset; it is stepped with the others, no
+                                        row shows this step, and we reset it again
+    DISABLED     we reset it            we reset it before the step (DISABLED demands
+                                        it); no row shows the step; we reset it again
 
     With `truncation_is_done` truncated episodes are treated like terminated ones.
     """
@@ -157,7 +159,7 @@ class _VectorSteps:
         self._truncated = self._array("truncations", truncated, np.bool_)
         if self._truncation_is_done:
             self._terminated |= self._truncated
-        # Where the observation is a reset's; infos have the final observation.
+        # True where the observation comes from a reset: infos have the final one.
         self._finals = np.zeros_like(cut)
         if is_same_step:
             self._finals = self._terminated | self._truncated
@@ -194,7 +196,7 @@ class _VectorSteps:
         result = self.vector.reset(options={"reset_mask": mask.copy()})
         observations, infos = result
         for index, k in enumerate(np.flatnonzero(mask)):
-            # EnvPool returns only the environments of the mask; others return all K.
+            # EnvPool returns the environments of the mask, all other libraries all K.
             self._resets[k] = (observations, infos, index if self._is_envpool else k)
 
     def _array(self, name: str, value: Any, dtype: Any) -> np.ndarray:

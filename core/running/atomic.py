@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace a file so that a kill at any moment leaves the old or the new one, complete.
+"""Replace a file so that a kill at any moment leaves a complete file, old or new.
 
 The new contents are written to a temporary file, `.<name>.tmp-<pid>`, which is synced
-and then renamed. A killed process leaves the temporary file; `sweep` removes it.
+and then renamed. A killed process leaves its temporary file; `sweep` removes it.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ def write_atomically(
     """Write a file, or replace it.
 
     Args:
-      check: is called with what was read back from the temporary file. If it raises,
+      check: called with the contents of the temporary file, read back. If it raises,
         the old file stays.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -39,7 +39,7 @@ def write_atomically(
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names of the files in a folder survive a power failure."""
+    """Sync a folder, so that new names in it survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -54,7 +54,7 @@ def sync_folder(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove the temporary files of killed processes from a folder.
 
-    Only for a folder in which no other process may be writing now.
+    Call this only if no other process can be writing to the folder.
     """
     for path in folder.glob(".*tmp-*"):
         with contextlib.suppress(OSError):

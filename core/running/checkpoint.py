@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: save them so that a good one always exists; check all when loading.
+"""Checkpoints: a good one exists at every moment, and each is checked when it is read.
 
     checkpoints/
-        step-000000123456.safetensors       the last `keep` of them
-        .step-...tmp-<pid>                  one that is being written
+        step-000000123456.safetensors       the last `keep` checkpoints
+        .step-...tmp-<pid>                  a checkpoint that is being written
 
 A checkpoint is a safetensors file, which any safetensors reader opens. Its tensors are
-named `<group>/<name>`. Its metadata hold the step, everything that is not a tensor (as
+named `<group>/<name>`. Its metadata hold the step, the state that is not in tensors (as
 JSON), and the sha256 of the whole file, computed with its own 64 digits set to zeros.
 
 `save` writes a temporary file, syncs it, reads it back, and renames it: see
 `core.running.atomic`. If the process is killed or the disk is full, the new checkpoint
 is lost and all old ones stay. The next start removes the temporary file.
 
-Nothing here pickles or unpickles: a checkpoint from a stranger can be wrong, but it
-cannot run code.
+This module does not use pickle: a checkpoint from a stranger can have wrong contents,
+but it cannot run code.
 """
 
 import contextlib
@@ -32,28 +32,29 @@ import torch
 from core.running.atomic import sync_folder, write_atomically
 
 FORMAT = "torchbeast-checkpoint"
-VERSION = 2  # Increase it if an older program would misread the new files.
+VERSION = 2  # Increase this if an older program would misread the new files.
 
 _NAME = re.compile(r"step-(\d{12})\.safetensors", re.ASCII)
 _GROUP = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
-# In a header. The name of a tensor cannot imitate this: there JSON escapes the quotes.
+# Finds the sha256 in a header. The name of a tensor cannot match, because JSON escapes
+# the quotes in it.
 _SHA256 = re.compile(rb'"sha256":"([0-9a-f]{64})"')
-_LENGTH_BYTES = 8  # Of the header's length, with which a safetensors file begins.
-_MAX_DIFFERENCES = 8  # A message names so many, and counts the rest.
-_MAX_REASON = 500  # Characters: the text of a damaged file may be in a message.
+_LENGTH_BYTES = 8  # A safetensors file begins with its header's length: 8 bytes.
+_MAX_DIFFERENCES = 8  # A message names so many differences and counts all others.
+_MAX_REASON = 500  # Longest reason in a message, since it may quote a damaged file.
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written, or there is no good one."""
+    """A checkpoint could not be written, or no good checkpoint exists."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """A good checkpoint of another model or optimizer."""
+    """The checkpoint is good, but of another model or optimizer."""
 
 
 @dataclasses.dataclass
 class Checkpoint:
-    """A checkpoint as `load` found it."""
+    """A checkpoint that was read and checked."""
 
     path: Path
     step: int
@@ -71,14 +72,14 @@ def save(
     state: dict[str, Any],
     keep: int = 3,
 ) -> Path:
-    """Write one checkpoint, then delete all older ones but the last `keep - 1`.
+    """Write one checkpoint, then delete all older ones except the last `keep - 1`.
 
     `load` finds a good checkpoint at every moment, also while a checkpoint of the same
-    step is replaced. Only one process at a time may save to a directory; others may
-    load meanwhile.
+    step is replaced. Only one process at a time may save to a directory. Other
+    processes may load meanwhile.
 
     Args:
-      directory: holds a run's checkpoints; created if missing.
+      directory: the folder of a run's checkpoints; created if missing.
       tensors: groups of named tensors, on any device, with any strides. No other
         process or thread may change them during the call. A tensor with two names is
         written twice.
@@ -130,7 +131,7 @@ def _encode(
         "format": FORMAT,
         "version": str(VERSION),
         "step": str(step),
-        "groups": " ".join(tensors),  # Some may be empty.
+        "groups": " ".join(tensors),  # A group may have no tensors.
         "state": json.dumps(state),
         "sha256": "0" * 64,
     }
@@ -155,8 +156,8 @@ def _digest(data: bytes, start: int, end: int) -> bytes:
 def _delete_old(directory: Path, newest: Path, keep: int) -> None:
     """Delete the checkpoints older than `newest`, except the last `keep - 1`.
 
-    Checkpoints of a higher step stay: this run did not load them, and a log line said
-    why.
+    Checkpoints of a higher step stay. This run did not load them, because they are not
+    good; a log line named the reason.
     """
     older = [n for n in _names(directory) if _NAME.fullmatch(n) and n < newest.name]
     for name in older[keep - 1 :]:
@@ -167,13 +168,13 @@ def _delete_old(directory: Path, newest: Path, keep: int) -> None:
 def load(directory: Path) -> Checkpoint | None:
     """Return the newest good checkpoint, or None if there is no checkpoint at all.
 
-    `rejected` names the newer ones that are not good: truncated, changed, incomplete,
-    or of another format. The tensors own their memory, so that a caller may write to
-    them.
+    `rejected` names the newer checkpoints that are not good: truncated, changed,
+    incomplete, or of another format. The tensors own their memory, so the caller may
+    write to them.
 
     Raises:
-      CheckpointError: there are checkpoints, but none is good. To start from scratch
-        would silently lose the run.
+      CheckpointError: there are checkpoints, but none is good. (A start from scratch
+        would lose the run without notice.)
     """
     while True:
         names = _names(directory)
@@ -206,7 +207,7 @@ def load_from(path: Path) -> Checkpoint | None:
     A file may have any name.
 
     Raises:
-      CheckpointError: what is there is not good.
+      CheckpointError: the file is not good, or there is no good checkpoint.
     """
     if not path.is_file():
         return load(path / "checkpoints") or load(path)
@@ -217,7 +218,7 @@ def load_from(path: Path) -> Checkpoint | None:
 
 
 def _names(directory: Path) -> dict[str, int]:
-    """Return the names of all checkpoints, newest first, and their inode numbers."""
+    """Return the names of all checkpoints, newest first, with their inode numbers."""
     try:
         with os.scandir(directory) as entries:
             found = {e.name: e.inode() for e in entries if e.name.startswith("step-")}
@@ -239,7 +240,7 @@ def _read(path: Path, step: int | None = None) -> Checkpoint:
     """Read a checkpoint and check all of it, also its step if `step` is given.
 
     Raises:
-      CheckpointError: it is not good; the message is the reason, without the path.
+      CheckpointError: the file is not good. The message has the reason, not the path.
     """
     if path.exists() and not path.is_file():  # Reading a pipe would never end.
         raise CheckpointError("is not a regular file")
@@ -254,7 +255,7 @@ def _parse(data: bytes, step: int | None) -> Checkpoint:
     """Return the checkpoint in a file's bytes, after a check of its sha256.
 
     Raises:
-      CheckpointError: it is damaged, or of another format, version or step.
+      CheckpointError: the file is damaged, or of another format, version or step.
     """
     start, end = _find_digest(data)
     if _digest(data, start, end) != data[start:end]:
@@ -273,10 +274,10 @@ def _find_digest(data: bytes) -> tuple[int, int]:
     """Return the position of the sha256's 64 digits in a checkpoint's bytes."""
     header_end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     if header_end > len(data):
-        raise CheckpointError(f"is truncated, or no checkpoint: {len(data)} bytes")
+        raise CheckpointError(f"is truncated, or not a checkpoint: {len(data)} bytes")
     match = _SHA256.search(data, _LENGTH_BYTES, header_end)
     if match is None:
-        raise CheckpointError("is no checkpoint: its header has no sha256")
+        raise CheckpointError("is not a checkpoint: its header has no sha256")
     return match.span(1)
 
 
@@ -304,7 +305,7 @@ def _parse_verified(data: bytes, step: int | None) -> Checkpoint:
 
 
 def one_line(text: str) -> str:
-    """Return the text cut to _MAX_REASON, and spaces instead of unprintable ones."""
+    """Return the text, cut to _MAX_REASON, with spaces for unprintable characters."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " ..."
 

@@ -14,8 +14,16 @@ FIELDS = (
         "transitions learned from so far, all environments together. The reset that "
         "follows a truncated row does not count as a step",
     ),
-    Field("frames", "frames", "emulator frames of these steps; Atari: 4 per step"),
-    Field("time_s", "s", "training time so far, without the pauses between resumes"),
+    Field(
+        "frames",
+        "frames",
+        "emulator frames of these steps; Atari: --frame_skip frames per step",
+    ),
+    Field(
+        "time_s",
+        "s",
+        "training time so far, without the time between a stop and a resume",
+    ),
     Field("sps", "agent steps/s", "steps per second since the last row"),
     Field(
         "mean_episode_return",

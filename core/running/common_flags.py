@@ -20,7 +20,7 @@ from core.rollout import new_rollouts
 from core.running.machine import num_cores
 
 ENV = "PongNoFrameskip-v4"  # If neither --env nor a server names an environment.
-MAX_NAME_NBYTES = 200  # Of a run's folder. Most file systems allow 255.
+MAX_NAME_NBYTES = 200  # For the name of a run's folder. Most file systems allow 255.
 REPLAY_BATCHES = 10  # Default of --replay_capacity, in batches.
 
 
@@ -84,7 +84,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         choices=["stop", "wait"],
         default="stop",
         help="stop: write a checkpoint and end the run with a non-zero status. wait: "
-        "keep waiting, and log it again every --stall_timeout_s",
+        "keep waiting, and log this again every --stall_timeout_s",
     )
     run.add_argument(
         "--wandb",
@@ -182,7 +182,7 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# Flags that a network's parameters and buffers depend on, next to the environment.
+# A network's parameters and buffers depend on these flags and on the environment.
 NETWORK_FLAGS = ("model", "use_lstm", "normalize_observations", "normalize_returns")
 
 
@@ -391,7 +391,7 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def has_remote_servers(flags: argparse.Namespace) -> bool:
-    """Return whether the environment servers are not this program's own."""
+    """Return whether other programs run the environment servers."""
     given = (getattr(flags, name, None) for name in ("server_addresses", "listen"))
     return any(value is not None for value in given)
 
@@ -402,8 +402,8 @@ def parse(
     """Parse the command line of a trainer.
 
     In the test modes, the flags of the network and of the environment default to those
-    in the run's meta.json. `env` is None if the learner uses servers that run already
-    and --env is not given: the servers then name the environment.
+    in the run's meta.json. `env` is None if --env is not given and other programs run
+    the environment servers: then the servers name the environment.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     flags = parser.parse_args(argv)
@@ -430,8 +430,8 @@ def parse(
     keep = ("env", *NETWORK_FLAGS, "precision", "reward_clipping")
     parser.set_defaults(**{key: trained[key] for key in keep if key in trained})
     if flags.atari_protocol is None:  # If given, it defines all Atari options.
-        # The options of a remote server override the recorded flags. Parsing them as
-        # command line flags gives them the right types; argv comes later and overrides.
+        # The options of a remote server override the recorded flags. They are parsed as
+        # command line flags, which gives them the right types. argv overrides them.
         used = argparse.Namespace(**{**trained, **meta.get("env_options", {})})
         argv = [*to_argv(used, [k for k in ATARI_FLAGS if hasattr(used, k)]), *argv]
     flags = parser.parse_args(argv)
@@ -452,7 +452,7 @@ def run_dir_to_test(flags: argparse.Namespace) -> Path:
 
 
 def expand_xpid(flags: argparse.Namespace, env: str | None) -> str:
-    """Return --xpid; `{env}` in it is replaced by `env`, unless that is None.
+    """Return --xpid, with `{env}` replaced by `env` unless `env` is None.
 
     Raises:
       ValueError: the result cannot be the name of a run.
@@ -482,7 +482,7 @@ def expand_xpid(flags: argparse.Namespace, env: str | None) -> str:
 def check_atari_flags(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
 ) -> None:
-    """Refuse flags for Atari (exit status 2) if the environment is no Atari game."""
+    """Refuse flags for Atari (exit status 2) if the environment is not Atari."""
     if is_atari:
         return
     for flag in ATARI_FLAGS:
@@ -566,7 +566,7 @@ def check_common(
         )
     check_replay(parser, flags)
     if flags.learner_cores is None:
-        # Acting needs about the other half of the cores.
+        # Acting needs about half of the cores.
         share = 1 if flags.model == "deep" else 2
         flags.learner_cores = max(1, num_cores() // share)
     flags.savedir = str(Path(flags.savedir).expanduser())

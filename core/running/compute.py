@@ -22,13 +22,13 @@ def rss_mb() -> float:
 
 @contextlib.contextmanager
 def explain_out_of_memory(batch: Nest, net: nn.Module) -> Iterator[None]:
-    """If an update runs out of memory, raise an error that shows all the sizes.
+    """If an update runs out of memory, raise an error that shows the sizes.
 
     Args:
       batch: rollouts as numpy arrays or tensors, [T + 1, B, ...].
 
     Raises:
-      MemoryError: in place of the error of numpy, of torch on the CPU, or on a GPU.
+      MemoryError: instead of the errors of numpy and of torch (on a CPU or a GPU).
     """
     try:
         yield
@@ -54,7 +54,7 @@ def explain_out_of_memory(batch: Nest, net: nn.Module) -> Iterator[None]:
 def gpu_utilization(net: nn.Module) -> float | None:
     """Return the share of the last second in which the network's GPU was busy.
 
-    None for a network on the CPU, or if the driver does not tell.
+    Return None for a network on the CPU, or if the driver does not report it.
     """
     device = next(net.parameters()).device
     if device.type != "cuda":
@@ -66,15 +66,16 @@ def gpu_utilization(net: nn.Module) -> float | None:
 
 
 def on_one_core(fn: Callable[..., None], *args: Any) -> None:
-    """Call `fn` with one torch thread: more would compete with the learner."""
+    """Call `fn` with one torch thread: more threads would compete with the learner."""
     set_torch_threads(1)
     fn(*args)
 
 
 def set_torch_threads(cores: int) -> None:
     """Let torch use `cores` cores in this Python thread only."""
-    # torch fixes a thread's number at its first computation or query, and takes the
-    # number that any thread has set last. The query here fixes it before it is set.
+    # At the first computation or query in a thread, torch sets the thread's number to
+    # the number that any thread has set last. So query first: otherwise the first
+    # computation could overwrite the number that is set here.
     torch.get_num_threads()
     torch.set_num_threads(cores)
 
@@ -96,7 +97,7 @@ def set_device(
     num_gpus = 0 if flags.disable_cuda else torch.cuda.device_count()
     if device is None:
         gpu = min(default_gpu, num_gpus - 1)
-        if ranks.size() > 1:  # Each learner has a GPU for all that it does.
+        if ranks.size() > 1:  # Each learner uses one GPU for everything.
             gpu = ranks.local_rank() % max(1, num_gpus)
         setattr(flags, name, f"cuda:{gpu}" if num_gpus else "cpu")
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make watch` shows: the layout of TensorBoard's Custom Scalars, and videos.
+"""The contents of `make watch`: TensorBoard's Custom Scalars, and videos.
 
 Needs TensorBoard's protocol buffers only, not its server.
 """
@@ -40,8 +40,8 @@ CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "gradient norm before clipping": ("grad_norm",),
     },
 }
-MAX_FRAMES = 400  # Of a game in TensorBoard. Longer games leave out frames.
-FRAME_MS = 50  # Browsers slow down what is much faster.
+MAX_FRAMES = 400  # In the GIF of a game. Of longer games, frames are left out.
+FRAME_MS = 50  # Browsers slow down GIFs with much shorter times per frame.
 
 
 def tag(column: str) -> str:
@@ -71,13 +71,13 @@ def layout() -> Any:
 
 
 def show_video(path: Path, step: int) -> None:
-    """Write a game's mp4 file as an event beside it, for TensorBoard's Images.
+    """Write a game's mp4 file as an event beside the file, for TensorBoard's Images.
 
-    TensorBoard shows no mp4, so the event has a GIF. The event is not in the folder of
-    the training's events: TensorBoard reads the newest file in a folder only.
+    TensorBoard cannot show mp4, so the event has a GIF. The event is not in the folder
+    of the training's events: TensorBoard reads only the newest file in a folder.
 
     Args:
-      step: the step of the checkpoint that played.
+      step: the step of the checkpoint that played the game.
     """
     import imageio.v2 as imageio
     from tensorboard.compat.proto.event_pb2 import Event

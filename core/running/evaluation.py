@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test mode: play full games with a trained policy, report returns, record videos."""
+"""Test modes: play full games with a trained policy; report returns; write videos."""
 
 import argparse
 import contextlib
@@ -25,17 +25,17 @@ from core.running import checkpoint, common_flags, dashboard
 from core.running.randomness import seed_rng
 from core.running.unit import limit_calls
 
-# (row [1, ...], recurrent state) -> (actions [1, ...], recurrent state).
+# Maps (row [1, ...], recurrent state) to (actions [1, ...], new recurrent state).
 Policy = Callable[[Nest, Any], tuple[Nest, Any]]
 
 
 @dataclasses.dataclass
 class Game:
-    """One full game: all lives, up to its end or its time limit."""
+    """The result of one full game: all lives, up to the game's end or time limit."""
 
     game_return: float  # Sum of unclipped rewards.
     steps: int  # Agent steps.
-    life_returns: list[float]  # Of its episodes: more than one if lives end episodes.
+    life_returns: list[float]  # One per episode. A lost life may end an episode.
 
 
 def play(
@@ -49,9 +49,10 @@ def play(
     """Play `num_games` games one after another; yield each as it ends.
 
     Args:
-      envs: a single environment. With `video_dir`, its render mode is "rgb_array".
-      state: the recurrent state of a new episode.
-      video_dir: the folder for `game-000.mp4`...; created if missing.
+      envs: holds one environment. With `video_dir`, its render mode is "rgb_array".
+      state: the recurrent state before the first game.
+      video_dir: the folder for game-000.mp4, game-001.mp4 and so on, which is created
+        if it is missing. None to write no videos.
     """
     assert len(envs.envs) == 1, len(envs.envs)
     row = map_nest(lambda s: np.zeros((1, *s.shape), s.dtype), envs.row_spec)
@@ -87,11 +88,12 @@ def video_path(video_dir: Path, number: int) -> Path:
 @contextlib.contextmanager
 def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
     """Open an mp4 file; yield the function that adds a frame, uint8 [H, W, 3]."""
-    import imageio.v2 as imageio  # Here, because training does not need it.
+    import imageio.v2 as imageio  # Imported here: only videos need this package.
 
     path.parent.mkdir(parents=True, exist_ok=True)
     fps = float(env.metadata.get("render_fps") or 30)
-    # H.264 needs even sides. imageio's default of 16 would stretch Atari's frames.
+    # H.264 needs an even width and height. imageio's default, multiples of 16, would
+    # stretch the frames of Atari games.
     writer = imageio.get_writer(path, fps=fps, macro_block_size=2)
     try:
         yield writer.append_data
@@ -103,14 +105,19 @@ def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
 def report(
     games: Iterator[Game], run_dir: Path, *, step: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Print each game as it ends, then mean, standard error, minimum and maximum.
+    """Print each game when it ends; then print statistics of all games.
 
-    Each game is also a row of `run_dir/test-<time>.csv`. The last printed line is one
-    JSON object with `episodes`, `mean_return`, `stderr` and more.
+    Each game is also written to `run_dir/test-<time>.csv` as a row. The last two lines
+    show the statistics (mean, standard error, minimum and maximum of the return): first
+    as text, then as one JSON object with the keys `episodes` (number of full games),
+    `mean_return`, `stderr` and more.
 
     Args:
       step: the step of the checkpoint.
       settings: additional entries of the JSON object, such as the seed.
+
+    Returns:
+      The JSON object.
     """
     path = run_dir / time.strftime("test-%Y%m%d-%H%M%S.csv")
     played: list[Game] = []
@@ -167,21 +174,28 @@ def test_run(
     create_net: Callable[[gym.Space, gym.Space], Any],
     policy: Callable[[Any], Policy],
 ) -> None:
-    """Play `--num_episodes` full games with a run's newest checkpoint; report them.
+    """Play --num_episodes full games with a run's newest checkpoint; report the games.
 
     Args:
-      create_envs: creates one environment, given `render_mode` and other arguments of
-        `Environments`.
-      create_net: creates the network, given the observation and the action space.
-      policy: turns a network into a policy.
+      create_envs: function that creates one environment. It is called with
+        `render_mode` and with keyword arguments for `Environments`.
+      create_net: function that creates the network, given the observation space and the
+        action space.
+      policy: function that returns the `Policy` of a network.
 
     Raises:
-      ConfigError: there is no checkpoint, or the environment cannot be created.
+      ConfigError: there is no checkpoint, or the environment cannot be created, or no
+        policy can act in its action space.
+      CheckpointError: there are checkpoints, but none is good.
+      CheckpointMismatch: the checkpoint is of another network.
     """
     run_dir = common_flags.run_dir_to_test(flags)
     found = checkpoint.load(run_dir / "checkpoints")
     if found is None:
-        raise ConfigError(f"{run_dir} holds no checkpoint yet. Train a little longer.")
+        raise ConfigError(
+            f"{run_dir} holds no checkpoint yet. Train until the first checkpoint is "
+            "written (--checkpoint_interval_s), without --disable_checkpoint."
+        )
     render_mode = None
     if flags.mode == "test_render":
         render_mode = "human"

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: made, locked, described in meta.json.
+"""The folder of a run: create it, lock it, and describe the run in meta.json.
 
     <savedir>/latest -> <xpid>
     <savedir>/<xpid>/
         meta.json      flags, commit, versions, host; one entry for each start
         logs.csv       one row per --log_interval_s; fields.csv explains the columns
-        out.log        what the terminal showed
-        tensorboard/   the rows of logs.csv again, as events
-        checkpoints/   the last three good ones
+        out.log        log lines, and the output of environments
+        tensorboard/   the rows of logs.csv as TensorBoard events
+        checkpoints/   the last three checkpoints
         .lock          held by the process that trains
 
 Two processes never train in one folder: see `prepare_run_dir`.
@@ -43,13 +43,13 @@ class RunDirBusy(ConfigError):
 
 
 def prepare_run_dir(savedir: Path, xpid: str) -> Path:
-    """Create `savedir/xpid`, take its locks, and point `savedir/latest` to it.
+    """Create `savedir/xpid`, take its locks, and make `savedir/latest` a link to it.
 
-    One lock is in the folder. The other one is beside it, in `savedir/.locks`, and
-    remains if the folder is deleted. The kernel releases both when this process ends.
-    They are POSIX record locks, which child processes do not inherit: an actor that
-    outlives its parent for a moment does not hold them. The same process may prepare a
-    folder twice.
+    One lock is a file in the folder. The other lock is beside the folder, in
+    `savedir/.locks`, and remains if the folder is deleted. The kernel releases both
+    when this process ends. They are POSIX record locks, which child processes do not
+    inherit: an actor that outlives its parent for a moment does not hold them. The same
+    process may prepare a folder twice.
 
     Raises:
       RunDirBusy: another process holds a lock.
@@ -61,9 +61,8 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
     lock_folder(run_dir)
     sweep(run_dir)
     sweep(run_dir / "checkpoints")
-    for left in run_dir.parent.glob(
-        ".latest.tmp-*"
-    ):  # Other runs may be writing theirs.
+    # Remove links that killed processes left. Running processes may be using theirs.
+    for left in run_dir.parent.glob(".latest.tmp-*"):
         pid = left.name.rpartition("-")[2]
         if not (pid.isdecimal() and psutil.pid_exists(int(pid))):
             left.unlink(missing_ok=True)
@@ -89,13 +88,13 @@ def _lock_name(run_dir: Path) -> None:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except BlockingIOError:
         raise RunDirBusy(_busy(run_dir)) from None
-    except OSError:  # Another user's --savedir, or a file system without locks.
+    except OSError:  # --savedir of another user, or a file system without locks.
         pass
 
 
 def _busy(run_dir: Path) -> str:
     owner = ""
-    with contextlib.suppress(OSError):  # It was deleted.
+    with contextlib.suppress(OSError):  # The file was deleted.
         owner = (run_dir / ".lock").read_text(errors="replace")
     return (
         f"{run_dir} is in use by {owner or 'another process'}. Stop that run first, or "
@@ -104,7 +103,7 @@ def _busy(run_dir: Path) -> str:
 
 
 def lock_folder(run_dir: Path) -> None:
-    """Lock `run_dir/.lock`; write into it which process holds the lock.
+    """Lock the file `run_dir/.lock`, and write the name of this process into it.
 
     Raises:
       RunDirBusy: another process holds the lock.
@@ -118,10 +117,10 @@ def lock_folder(run_dir: Path) -> None:
         os.close(fd)
         raise RunDirBusy(_busy(run_dir)) from None
     except OSError as error:
-        # Some cluster file systems have no locks. Then the user must take care that a
-        # folder has one run.
+        # Some cluster file systems have no locks. Then the user must make sure that
+        # only one process trains in a folder.
         log.warning("Cannot lock %s: %s", path, error)
-    with contextlib.suppress(OSError):  # Only the message of RunDirBusy needs it.
+    with contextlib.suppress(OSError):  # Only the message of RunDirBusy needs this.
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
@@ -129,10 +128,10 @@ def lock_folder(run_dir: Path) -> None:
 def write_meta(
     run_dir: Path, *, flags: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> None:
-    """Write meta.json: what ran, where, from which code; no environment variables.
+    """Write meta.json: flags, command, commit, versions and host.
 
-    Each start or resume of the run adds an entry to `starts`. All other entries
-    describe the latest start.
+    It has no environment variables, since these may hold secrets. Each start or resume
+    of the run adds an entry to `starts`. All other entries describe the latest start.
 
     Args:
       flags: every flag and its value.
@@ -148,7 +147,7 @@ def write_meta(
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
-        # As typed, except that python is without its path.
+        # The command line as typed, but without the path of python.
         "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
     }
     start = {"time": now.isoformat(timespec="seconds"), "step": extra.get("step", 0)}
@@ -161,10 +160,10 @@ def write_meta(
 def run_id(recorded: Mapping[str, Any], run_dir: Path) -> str:
     """Return the random id of a run: the one in its meta.json, or a new one.
 
-    Environment servers use this id to recognize a run that connects again; another run
-    may have the same --xpid. The id ends with the folder's device and inode number,
-    because a copy of the folder is another run: two learners with the same id would
-    take the servers' places from each other for ever.
+    Environment servers use this id to recognize a run that connects again, because
+    another run may have the same --xpid. The id ends with the device and inode number
+    of the folder, because a copy of the folder is another run: if two learners had the
+    same id, each would replace the other at the servers, again and again.
     """
     found = run_dir.stat()
     folder = f"-{found.st_dev:x}-{found.st_ino:x}"
@@ -173,7 +172,7 @@ def run_id(recorded: Mapping[str, Any], run_dir: Path) -> str:
 
 
 def read_meta(run_dir: Path) -> dict[str, Any]:
-    """Return what `write_meta` wrote.
+    """Return the contents of meta.json.
 
     Raises:
       ConfigError: meta.json is missing or damaged.
@@ -191,12 +190,15 @@ def read_meta(run_dir: Path) -> dict[str, Any]:
 
 
 def recorded_meta(run_dir: Path) -> dict[str, Any]:
-    """Return what `write_meta` wrote, or {} in a new run."""
+    """Return the contents of meta.json, or {} in a new run."""
     return read_meta(run_dir) if (run_dir / "meta.json").exists() else {}
 
 
 def _describe_code() -> dict[str, Any]:
-    """Return the commit this file belongs to, None outside a checkout."""
+    """Return the git commit of this file, and whether tracked files have changed.
+
+    Both are None outside a checkout.
+    """
 
     def git(*args: str) -> str:
         return subprocess.run(
@@ -211,11 +213,10 @@ def _describe_code() -> dict[str, Any]:
         ).stdout.strip()
 
     try:
-        # Not the commit of another project, in whose checkout this is installed.
+        # Fails if this file is only installed inside the checkout of another project.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         return {
             "commit": git("rev-parse", "HEAD"),
-            # Whether tracked files have changes that are not committed.
             "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         }
     except (OSError, subprocess.SubprocessError):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log file that cannot stop the run, even if its disk is full, away, or hangs.
+"""A log file that cannot stop the run, even if the disk is full or does not answer.
 
-By hand, since a run must survive a disk that hangs: the handlers of `logging` write in
-the thread that logs, and TensorBoard's writer has a thread that ends at a full disk.
+The classes of `logging` and TensorBoard do not suffice: the handlers of `logging` write
+in the thread that logs, so a disk that hangs would block training. The thread of
+TensorBoard's writer ends if the disk is full.
 """
 
 import logging
@@ -13,20 +14,21 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
-# Limit of the data that waits in memory while the disk refuses it. A row has about 300
-# bytes, so this holds days of rows. Beyond it rows are dropped, and counted.
+# Limit of the data that waits in memory while it cannot be written. A row has about 300
+# bytes, so this is enough for days. Further rows are dropped and counted.
 MAX_WAITING_BYTES = 16 << 20
 PATIENCE_S = 0.2  # A disk that needs longer for one row counts as hanging.
 CLOSE_S = 2.0  # How long the end of the run waits for the disk.
 
 
 class LogFile:
-    """Appends to a file; data that the disk refuses waits in memory for the next write.
+    """Appends to a file; data that cannot be written waits in memory. Thread-safe.
 
-    After `start`, a separate thread writes: if the disk hangs (a network file system
-    that is away, a pipe that nobody reads), only this thread waits. There is no buffer:
-    `write` returns when the data is in the file, so that it survives the death of this
-    process, or after PATIENCE_S. Thread-safe.
+    The next `write` also writes the data that waits. After `start`, a separate thread
+    writes to the file: if the disk hangs (a network file system that does not answer, a
+    pipe that nobody reads), only this thread waits. `write` returns when the data is in
+    the file, or after PATIENCE_S. There is no other buffer, so that written data
+    survives the death of this process.
     """
 
     def __init__(self, path: Path):
@@ -35,10 +37,11 @@ class LogFile:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         # Guarded by _changed:
-        self.error: OSError | None = None  # The error of the latest write.
+        self.error: OSError | None = None  # Of the latest write; None if it worked.
         self.lost = 0  # Writes dropped because MAX_WAITING_BYTES were waiting.
         self._waiting = b""
-        self._asked = self._answered = 0  # Numbers of the latest writes.
+        # The number of the latest write asked for, and of the latest one tried.
+        self._asked = self._answered = 0
         self._closing = False
 
     def _open(self) -> int:
@@ -51,13 +54,14 @@ class LogFile:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         except FileNotFoundError:
             return True
-        except OSError:  # The file is closed, or the disk is away.
+        except OSError:  # The file is closed, or the disk does not answer.
             return False
 
     def reopen(self) -> None:
-        """Continue in a new file of the same name."""
+        """Create the file again, and write to the new file from now on."""
         fd = self._open()
-        os.dup2(fd, self._fd, inheritable=False)  # The thread may be writing.
+        # The descriptor keeps its number, since the thread may be using it.
+        os.dup2(fd, self._fd, inheritable=False)
         os.close(fd)
 
     def start(self) -> None:
@@ -69,7 +73,7 @@ class LogFile:
             self._thread.start()
 
     def write(self, data: bytes, patience_s: float = PATIENCE_S) -> None:
-        """Write data, or keep it for the next write; `error` says which."""
+        """Write data, or keep it in memory for the next write and set `error`."""
         with self._changed:
             if len(self._waiting) < MAX_WAITING_BYTES:
                 self._waiting += data
@@ -103,7 +107,7 @@ class LogFile:
                 self._changed.notify_all()
 
     def _try(self, data: bytes) -> tuple[bytes, OSError | None]:
-        """Write; return the data that is left, and the error that is the reason."""
+        """Write data; return the data that was not written, and the error if any."""
         try:
             while data:
                 # A write may be partial: the disk can fill up in the middle of a row.
@@ -116,7 +120,7 @@ class LogFile:
         if self._closing:
             return
         if isinstance(self.error, TimeoutError):
-            self.error = None  # Try a last time.
+            self.error = None  # So that `write` waits a last time.
         self.write(b"", CLOSE_S)
         with self._changed:
             self._closing = True
@@ -132,7 +136,7 @@ class LogFile:
 
 
 def report_lost(file: LogFile) -> None:
-    """Warn about data that a closed file lacks."""
+    """Warn about data that a closed file did not get."""
     if file.error:
         log.warning("The end of %s is lost: %s", file.path, file.error)
     if file.lost:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python's logging for a program: to the terminal, and to the run's out.log."""
+"""Set up Python's logging: log records go to the terminal and to the run's out.log."""
 
 import logging
 import sys
@@ -22,7 +22,7 @@ _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class FileHandler(logging.Handler):
-    """Appends to out.log. A full disk raises no error: see `LogFile`."""
+    """Appends log records to out.log. A full disk raises no error: see `LogFile`."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -58,7 +58,7 @@ class Logging:
                 handler.setFormatter(logging.Formatter(_line_format(), _TIME_FORMAT))
             self._root.addHandler(handler)
         level = logging.DEBUG if verbose else logging.INFO
-        # Of several learners, all but one report only problems.
+        # Of several learners, only learner 0 logs INFO. The others log problems only.
         self._root.setLevel(logging.WARNING if ranks.rank() else level)
         logging.captureWarnings(True)
 
@@ -66,7 +66,7 @@ class Logging:
         return self
 
     def __exit__(self, exc_type: Any, error: BaseException | None, tb: Any) -> None:
-        # The terminal shows the traceback when the program ends; out.log needs it too.
+        # The program will print the traceback to the terminal only.
         if isinstance(error, Exception) and self._file_handler is not None:
             text = "".join(traceback.format_exception(error))
             self._file_handler.handle(
@@ -77,7 +77,8 @@ class Logging:
         self.close()
 
     def close(self) -> None:
-        for handler in reversed(self._handlers):  # The terminal's handler last.
+        # The terminal's handler is closed last, so that it shows lost data.
+        for handler in reversed(self._handlers):
             self._root.removeHandler(handler)
             handler.close()
             if isinstance(handler, FileHandler):
@@ -104,7 +105,8 @@ def setup_logging(run_dir: Path | None, *, verbose: bool = False) -> Logging:
     replaces the handlers of the first.
 
     Returns:
-      A context manager with `close`. out.log gets the traceback of an exception in it.
+      A context manager, which also has `close`. If its block raises an exception,
+      out.log gets the traceback.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -133,12 +135,18 @@ def _console_handler() -> logging.Handler:
 
 
 def is_terminal(console: Console) -> bool:
-    """Return whether lines can be redrawn. (rich's own test obeys FORCE_COLOR.)"""
+    """Return whether lines can be redrawn.
+
+    (rich's own test cannot be used, since the variable FORCE_COLOR changes its result.)
+    """
     return console.file.isatty() and not console.is_dumb_terminal
 
 
 def log_console() -> Console:
-    """Return the console of the log records: they must appear above the live line."""
+    """Return the console of the log records.
+
+    The live line needs the same console, so that log records appear above the line.
+    """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, RichHandler):
             return handler.console

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunLog`: writes each row to logs.csv, TensorBoard and, if asked, Weights & Biases.
+"""`RunLog`: writes each row to logs.csv, TensorBoard and (optional) Weights & Biases.
 
-A disk that is full, away, or hangs never stops training: rows that cannot be written
-wait in memory and are written with a later row, and one warning says so. A resumed run
+A disk that is full or does not answer never stops training. Rows that cannot be written
+wait in memory and are written with a later row, and there is one warning. A resumed run
 drops the rows that are newer than its checkpoint, so that no step is logged twice.
 """
 
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Writes log rows to logs.csv, to TensorBoard and, if asked, to Weights & Biases.
+    """Writes log rows to logs.csv, TensorBoard and (optional) Weights & Biases.
 
-    If files were deleted since the last row, `log` creates them again, with meta.json
+    If files were deleted since the last row, `log` creates them again, also meta.json
     and the lock. A context manager; only one thread may use it. The threads that write
-    the files, out.log included, and W&B's threads start with the first row: by then the
-    actors have been forked.
+    the files (also out.log) and the threads of Weights & Biases start with the first
+    row, because actors must be forked before any thread starts.
 
     Args:
       run_dir: the run's folder, which exists.
@@ -50,13 +50,12 @@ class RunLog:
       wandb: also log to Weights & Biases; the folder's name is the id of the run there.
       config: the flags, for Weights & Biases.
 
-    A resumed run keeps all columns that logs.csv already has, also those that it does
-    not write itself (another version, other info keys). A row with a new name adds a
-    column.
+    A resumed run keeps all columns of logs.csv, also columns for which it has no values
+    (of another version, or of other info keys). A row with a new name adds a column.
 
     Raises:
       ConfigError: wandb is requested but not installed.
-      OSError: the folder is not writable now. Later this is only a warning.
+      OSError: the folder is not writable. After the start this is only a warning.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class RunLog:
                 "info keys must differ and be free of commas, quotes and line breaks, "
                 f"got {list(info_keys)}"
             )
-        self.failed_writes = 0  # Rows that the disk did not take at once.
+        self.failed_writes = 0  # Rows that could not be written at once.
         self._run_dir = run_dir
         self._warned = False
         self._wandb: ModuleType | None = _import_wandb() if wandb else None
@@ -129,7 +128,7 @@ class RunLog:
         _prepare_csv(self._run_dir / "logs.csv", tuple(fields), resume_step)
 
     def _replace_deleted(self, step: int) -> None:
-        """Create deleted files again, for a run that is now at `step`.
+        """Create deleted files again. `step` is the present step of the run.
 
         Raises:
           RunDirBusy: another run uses the folder now.
@@ -150,7 +149,7 @@ class RunLog:
                 self._write_header(self._fields, math.inf)
                 self._csv.reopen()
             if self._events.file.is_gone():
-                self._events.begin_anew(step)
+                self._events.reopen(step)
             for file in self._out_logs:
                 if file.is_gone():
                     file.reopen()
@@ -167,7 +166,7 @@ class RunLog:
     def _add_columns(self, fields: Mapping[str, Field]) -> None:
         """Add columns to logs.csv.
 
-        If the disk prevents this, TensorBoard alone gets their values.
+        If this fails, only TensorBoard (and Weights & Biases) get their values.
         """
         if self._csv.error:
             return  # Rows wait in memory. The next row tries again.
@@ -176,7 +175,7 @@ class RunLog:
             self._csv = self._open_csv({**self._fields, **fields}, math.inf)
         except OSError as error:
             self._refused |= fields.keys()
-            log.warning("logs.csv has no column %s: %s", ", ".join(fields), error)
+            log.warning("Cannot add %s to logs.csv: %s", ", ".join(fields), error)
         else:
             old.close()
 
@@ -217,7 +216,7 @@ class RunLog:
         try:
             if self._wandb_run is None:
                 self._wandb_run = _init_wandb(self._wandb, self._run_dir, self._config)
-            # W&B ignores the steps that it has seen before the run was resumed.
+            # W&B ignores steps that it has seen already, before the run was resumed.
             self._wandb_run.log(values, step=step)
         except Exception as error:  # A failing service must not stop the run.
             log.warning("Weights & Biases failed, and gets no more rows: %s", error)
@@ -276,7 +275,8 @@ def _read_glossary(run_dir: Path) -> dict[str, Field]:
 def _prepare_csv(path: Path, columns: Sequence[str], resume_step: float | None) -> None:
     """Reduce logs.csv to a header and the complete rows up to `resume_step`."""
     old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    header, *lines = old.split("\n")[:-1] or [""]  # After the last \n: torn.
+    # Text after the last \n is an incomplete row.
+    header, *lines = old.split("\n")[:-1] or [""]
     old_columns = header.split(",")
     keep = [",".join(columns)]
     dropped = 0
@@ -284,7 +284,7 @@ def _prepare_csv(path: Path, columns: Sequence[str], resume_step: float | None) 
         cells = dict(zip(old_columns, line.split(","), strict=False))
         whole = line.count(",") == header.count(",")
         if not whole or not cells.get("step", "").isdecimal():
-            dropped += 1  # A power failure can leave zeros in the middle.
+            dropped += 1  # A power failure can leave zero bytes in a file.
         elif resume_step is not None and int(cells["step"]) <= resume_step:
             keep.append(",".join(cells.get(column, "") for column in columns))
     new = "\n".join(keep) + "\n"
@@ -306,17 +306,18 @@ def _prepare_csv(path: Path, columns: Sequence[str], resume_step: float | None) 
 class _EventFile:
     """Writes TensorBoard events, one per row.
 
-    torch's SummaryWriter does not suit: its thread exists from the start, though actors
-    may be forked only from a process with one thread, and a full disk ends it.
+    This replaces torch's SummaryWriter, whose thread starts with the object, while
+    actors may be forked only from a process with one thread. Also, this thread ends if
+    the disk is full.
 
     Args:
       folder: the folder for TensorBoard; each start of the run adds a file.
-      resume_step: TensorBoard drops the events of earlier starts after this step, or
-        all of them if None.
+      resume_step: TensorBoard drops events of earlier starts after this step; None to
+        drop all events of earlier starts.
     """
 
     def __init__(self, folder: Path, *, resume_step: int | None):
-        # Here, because it takes half a second, and playing a game needs no events.
+        # Imported here: this takes half a second, and the test modes do not need it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -337,7 +338,7 @@ class _EventFile:
         layout = self._summary(value=[dashboard.layout()])
         self._write(self._event(step=purge_step, summary=layout))
 
-    def begin_anew(self, step: int) -> None:
+    def reopen(self, step: int) -> None:
         """Continue in a new file after the old one was deleted."""
         self.file.path.parent.mkdir(exist_ok=True)
         self.file.reopen()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine under a run: cores, memory, open files, priorities. Needs no torch."""
+"""The resources of the machine: cores, memory, open files, priorities. No torch."""
 
 import contextlib
 import ctypes
@@ -13,22 +13,22 @@ from pathlib import Path
 from core import ranks
 from core.errors import ConfigError
 
-OPEN_FILES = 65536  # Wanted limit of open files: many may connect to a program.
+OPEN_FILES = 65536  # The limit to set, since many streams may connect to a server.
 CGROUP = Path("/sys/fs/cgroup")  # In a container with cgroup v2: the container's own.
 
 
 def tmpfs_folder() -> str | None:
-    """Return a folder in memory, which a full disk does not affect; None if none."""
+    """Return a folder in memory, for use with a full disk; None if there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def be_killed_first_for_memory() -> None:
     """If memory runs out, make Linux kill this process before the learner.
 
-    A dead environment is replaced, but a dead learner ends the run. The score 1000, the
-    highest, makes Linux count this process as if it used all memory in addition to its
-    own. A lower score does not suffice: the learner may use most of the memory. Child
-    processes inherit the score.
+    If an environment process dies, it is replaced, but if the learner dies, the run
+    ends. The score 1000, the highest, makes Linux count this process as if it used all
+    memory in addition to its own. A lower score does not suffice, because the learner
+    may use most of the memory. Child processes inherit the score.
     """
     with contextlib.suppress(OSError):  # Not Linux, or forbidden.
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -57,15 +57,15 @@ def check_resources(
     processes: int,
     replay_share: float = 0,
 ) -> Iterator[str]:
-    """Compare what a run needs with what the machine has; yield a line for each.
+    """Compare the needs of a run with the machine; yield a log line per resource.
 
     Args:
       shared_bytes: shared memory that the run will allocate.
       memory_folder: the folder of the shared memory; None for plain memory (memfd).
-      files: file descriptors the parent will hold open. The soft limit is raised to
-        this if the hard limit allows.
-      processes: processes that want a core of their own.
-      replay_share: what share of the shared memory is for --replay_capacity.
+      files: number of file descriptors that the parent will hold open. The soft limit
+        is raised to this number if the hard limit allows it.
+      processes: number of processes and threads that are busy most of the time.
+      replay_share: the share of the shared memory that is for --replay_capacity.
 
     Raises:
       ConfigError: the machine has too little; the message shows both numbers and says
@@ -117,10 +117,10 @@ def keep_freed_memory() -> None:
     """Make glibc's malloc keep freed memory, so that the next update reuses it.
 
     Each update allocates and frees the same large tensors. By default malloc returns
-    blocks above 32 MB to the kernel at once, and every update pays tens of thousands of
-    page faults to get them back: a fifth of its time on the CPU. All threads share one
-    arena, and so one pool. Call this before any thread starts: a thread keeps the arena
-    that it has. No effect without glibc.
+    blocks above 32 MB to the kernel at once. Then the page faults that get them back
+    take a fifth of the time of an update on a CPU. All threads share one arena, and so
+    one pool of memory. Call this before any thread starts, because a thread keeps the
+    arena that it has. Without glibc this has no effect.
     """
     m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
     with contextlib.suppress(OSError, AttributeError):
@@ -133,13 +133,13 @@ def keep_freed_memory() -> None:
 def lower_priority(niceness: int = 19) -> None:
     """Give this thread a lower priority than the learner's threads.
 
-    On Linux this concerns the calling thread and the threads that it starts later;
-    elsewhere, the process.
+    On Linux this changes the calling thread and the threads that it starts later. On
+    other systems it changes the process.
 
-    Threads that step environments or choose actions can wait for the learner, which
-    sleeps whenever it has no batch. A preempted learner, in contrast, leaves cores
-    idle, because its other threads wait for it. SCHED_BATCH also keeps this thread from
-    preempting another thread each time a message wakes it.
+    Threads that step environments or choose actions can wait: the learner needs the
+    cores only while it has a batch. But if a learner's thread is preempted, cores stay
+    idle, because the other threads of the learner wait for this thread. With
+    SCHED_BATCH, a thread does not preempt another one whenever a message wakes it.
     """
     os.nice(niceness)
     if hasattr(os, "sched_setscheduler"):
@@ -162,7 +162,7 @@ def num_cores() -> int:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to OPEN_FILES, or as far as is allowed."""
+    """Raise the soft limit of open files to OPEN_FILES, or as far as possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

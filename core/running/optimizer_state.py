@@ -23,16 +23,16 @@ def optimizer_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return any torch optimizer's state as flat named tensors and JSON.
 
-    The same content as `optimizer.state_dict()`, but without pickle, and with
-    parameters by name. Options that are functions are left out. Attributes of the
-    optimizer object itself are not part of it. Tensors are named `<parameter>/<key>`;
-    they are not copied.
+    The content is that of `optimizer.state_dict()`, but without pickle, and with
+    parameters by name. Options that are functions are left out, and so are attributes
+    of the optimizer object itself. Tensors are named `<parameter>/<key>`; they are not
+    copied.
 
     Args:
-      fresh: the `group_options` of this optimizer when it was new. An option that
-        differs from them, other than `lr`, has been changed by training, as a counter
-        is, and `restore_optimizer` restores it. All other options are configuration;
-        without `fresh`, all options are.
+      fresh: the `group_options` of this optimizer when it was new. If an option other
+        than `lr` differs from them, training has changed it (a counter, for instance):
+        then it is state, and `restore_optimizer` restores it. All other options are
+        configuration. Without `fresh`, all options are configuration.
 
     Raises:
       ValueError: the optimizer has parameters that are not the model's, or state that
@@ -92,7 +92,7 @@ def restore_optimizer(
     tensors: dict[str, torch.Tensor],
     state: dict[str, Any],
 ) -> list[str]:
-    """Bring back what `optimizer_state` returned; further updates are bit-equal.
+    """Restore the state that `optimizer_state` returned: later updates are bit-equal.
 
     `tensors` are copied. The options of the groups (learning rate, momentum, ...) are
     not restored, unless training has changed them: see `optimizer_state`.
@@ -152,7 +152,8 @@ def restore_optimizer(
     if isinstance(optimizer, torch.optim.RMSprop):
         for group in optimizer.param_groups:
             for entries in map(optimizer.state.get, group["params"]):
-                if group["momentum"] and entries:  # The momentum was 0 when saved.
+                # If the momentum was 0 when the state was saved, it has no buffer.
+                if group["momentum"] and entries:
                     zeros = torch.zeros_like(entries["square_avg"])
                     entries.setdefault("momentum_buffer", zeros)
     return [
@@ -166,7 +167,7 @@ def restore_optimizer(
 def _parameter_names(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> list[list[str]]:
-    """Return the model's names of the optimizer's parameters, a list per group."""
+    """Return the names of the optimizer's parameters in the model, a list per group."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     groups = [group["params"] for group in optimizer.param_groups]
     strangers = sum(id(p) not in name_of for params in groups for p in params)
@@ -189,8 +190,8 @@ def _group_differences(ours: list[list[str]], theirs: list[list[str]]) -> str:
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return a copy of the options of each parameter group.
 
-    Taken before the first update they tell configuration from state: see
-    `optimizer_state`. Options that are functions stay out.
+    Call this before the first update: `optimizer_state` compares with the copy to tell
+    configuration from state. Options that are functions are left out.
     """
     return [
         copy.deepcopy(

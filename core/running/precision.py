@@ -18,7 +18,7 @@ from core.running import folder
 
 log = logging.getLogger(__name__)
 
-CPU_INFO = Path("/proc/cpuinfo")  # Only Linux has it. Elsewhere auto takes float32.
+CPU_INFO = Path("/proc/cpuinfo")  # Linux only. On other systems auto takes float32.
 
 
 def settle_precision(
@@ -27,15 +27,15 @@ def settle_precision(
     observation_space: gym.Space,
     *devices: str,
 ) -> argparse.Namespace:
-    """Return the flags with the format that the run computes in, for `auto`; log it.
+    """Return the flags with a number format in place of `auto`; log the format.
 
-    A run that goes on keeps the format in its meta.json. A new run takes bfloat16 if
-    that is faster. meta.json and the checkpoints name the format, not `auto`. Of
-    several learners, learner 0 decides.
+    A resumed run keeps the format in its meta.json. A new run takes bfloat16 if that is
+    faster. meta.json and the checkpoints name the format, not `auto`. Of several
+    learners, learner 0 decides.
 
     Args:
-      observation_space: the environment's.
-      devices: the torch devices that the torso computes on, to learn and to act.
+      observation_space: the environment's observation space.
+      devices: the torch devices on which the torso learns and acts.
     """
     if flags.precision != "auto":
         return flags
@@ -58,9 +58,9 @@ def recorded_precision(run_dir: Path) -> tuple[str, str] | None:
     recorded = folder.recorded_meta(run_dir).get("flags")
     if recorded is None:
         return None
-    # Before there was bfloat16, all runs were in float32, and meta.json did not say it.
+    # Older versions had only float32, and did not record it in meta.json.
     is_bfloat16 = recorded.get("precision") == "bfloat16"
-    return "bfloat16" if is_bfloat16 else "float32", "the run has had it before"
+    return "bfloat16" if is_bfloat16 else "float32", "the run has used it before"
 
 
 def best_precision(
@@ -80,13 +80,13 @@ def best_precision(
         if name is None:
             return "float32", f"{device} has no bfloat16 instructions"
         names.append(f"{device} has {name}")
-    return "bfloat16", f"{torso.__name__} is faster in it, {' and '.join(names)}"
+    return "bfloat16", f"{torso.__name__} is faster with it, {' and '.join(names)}"
 
 
 def bfloat16_unit(device: str) -> str | None:
-    """Return the name of what makes a device fast in bfloat16; None if it is not."""
+    """Return the hardware that makes a device fast in bfloat16; None if it is not."""
     if device.startswith("cuda"):
-        # Older GPUs compute in float32 and convert.
+        # GPUs before Ampere (8.0) compute in float32 and convert.
         is_fast = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.cuda.get_device_name(device) if is_fast else None
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `main` of both trainers: train or test; map each failure to an exit status."""
+"""The `main` of both trainers: train or test; turn each failure into an exit status."""
 
 import argparse
 import contextlib
@@ -35,7 +35,7 @@ def run_program(
             flags = parse_flags(argv)
             if flags.mode == "train":
                 stack.enter_context(terminal.never_waiting(c_code=True))
-            else:  # Ctrl-C closes environments and videos.
+            else:  # So that Ctrl-C closes environments and videos.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             faulthandler.enable(terminal.urgent_fd())
             if flags.mode == "train":
@@ -67,10 +67,10 @@ def say(error: Exception, status: Exit) -> int:
 
 
 def describe_full_disk(error: Exception) -> str | None:
-    """Describe an error of a full disk and its remedy in one line; None for others.
+    """Describe the error of a full disk and its remedy in one line; else return None.
 
-    For the start of a run. Later, log rows wait in memory, and checkpoints have an
-    error of their own.
+    This is for the start of a run. Later, log rows wait in memory, and checkpoints
+    raise CheckpointError.
     """
     if not isinstance(error, OSError):
         return None
@@ -92,7 +92,7 @@ def describe_full_disk(error: Exception) -> str | None:
 
 def _has_no_inodes(name: str | None) -> bool:
     for folder in Path(name).parents if name else ():
-        with contextlib.suppress(OSError):  # It does not exist yet.
+        with contextlib.suppress(OSError):  # The folder does not exist yet.
             found = os.statvfs(folder)
             return found.f_files > 0 and found.f_favail == 0
     return False

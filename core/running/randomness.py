@@ -11,8 +11,8 @@ import torch
 def seed_rng(seed: int) -> None:
     """Seed torch's, numpy's and Python's global generators.
 
-    Environments may use these generators. Without a new seed, all forked processes
-    would start with the same state of numpy's generator.
+    Environments may use these generators. Each forked process needs its own seed: it
+    begins with a copy of the parent's generators.
     """
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -32,7 +32,7 @@ def rng_state() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def restore_rng(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore the state that `rng_state` returned."""
     torch.set_rng_state(tensors["torch"])
     kind, *numpy_rest = state["numpy"]
     keys = tensors["numpy"].numpy().astype(np.uint32)

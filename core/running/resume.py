@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 class Snapshots:
     """Saves and restores the learner of a run. Used between two updates.
 
-    Create it before training. Options of the optimizers that training changes later are
-    state and are saved; all other options are configuration and are not saved.
+    Create the object before training. If training changes an option of an optimizer
+    later, this option is state, which `restore` restores. All other options are
+    configuration, which `restore` does not change.
 
     Raises:
       ValueError: an optimizer cannot be saved.
@@ -32,7 +33,7 @@ class Snapshots:
     def __init__(self, flags: argparse.Namespace, learner: Learner):
         self._flags = flags
         self._learner = learner
-        # By their names in a checkpoint: optimizer, optimizer1, ...
+        # The key is the name in a checkpoint: optimizer, optimizer1, ...
         self._optimizers = {
             f"optimizer{i or ''}": optimizer
             for i, optimizer in enumerate(learner.optimizers)
@@ -57,8 +58,9 @@ class Snapshots:
             lambda x: x.detach().to("cpu", copy=True), tensors
         )
         rng, rng_tensors = rng_state()
+        flags = ranks.flags_of_run(vars(self._flags))
         state = {
-            "flags": {k: plain(v) for k, v in ranks.whole(vars(self._flags)).items()},
+            "flags": {k: plain(v) for k, v in flags.items()},
             "learner": learner.state(),
             "rng": rng,
             **optimizers,
@@ -73,7 +75,7 @@ class Snapshots:
         """
         flags, learner = self._flags, self._learner
         state = found.state
-        # Older checkpoints do not have all flags. Runs without a flag had it off.
+        # Older checkpoints do not have all flags. A missing flag was off.
         trained = dict.fromkeys(NETWORK_FLAGS, False) | state["flags"]
         for key in ("env", *NETWORK_FLAGS):
             if trained[key] != getattr(flags, key):
@@ -91,7 +93,7 @@ class Snapshots:
         log.info("Run %s goes on from step %d", flags.xpid, learner.step)
         if flags.init_from is not None:
             log.info("  --init_from %s is ignored: the run resumes", flags.init_from)
-        ours = ranks.whole(vars(flags))
+        ours = ranks.flags_of_run(vars(flags))
         for key, old in state["flags"].items():
             new = plain(ours.get(key, old))
             if new != old:
@@ -137,22 +139,23 @@ class Snapshots:
             model = checkpoint.weights_for(self._learner.net, found)
         except checkpoint.CheckpointMismatch as error:
             raise ConfigError(
-                f"--init_from {found.path} does not fit: {error}{self._others(found)}"
+                f"--init_from {found.path} does not fit: {error}"
+                f"{self._flag_differences(found)}"
             ) from error
         for key, tensor in model.items():
             if not torch.isfinite(tensor).all():
                 raise ConfigError(f"--init_from {found.path}: {key} is not finite")
         self._learner.net.load_state_dict(model)
-        log.info(
-            "Weights of %s, step %d%s", found.path, found.step, self._others(found)
-        )
+        differences = self._flag_differences(found)
+        log.info("Weights of %s, step %d%s", found.path, found.step, differences)
 
-    def _others(self, found: checkpoint.Checkpoint) -> str:
+    def _flag_differences(self, found: checkpoint.Checkpoint) -> str:
         """Name the flags of another run's checkpoint that differ from this run's."""
         theirs = found.state.get("flags")
         theirs = theirs if isinstance(theirs, dict) else {}
         differences = [
-            f"; --{key} there {theirs[key]}, here {getattr(self._flags, key)}"
+            f"; --{key} was {theirs[key]} in that run and is "
+            f"{getattr(self._flags, key)} in this run"
             for key in ("env", *NETWORK_FLAGS)
             if key in theirs and theirs[key] != getattr(self._flags, key)
         ]
@@ -160,5 +163,5 @@ class Snapshots:
 
 
 def plain(value: Any) -> Any:
-    """Return a flag's value as JSON would give it back."""
+    """Return a flag's value as it is after a round trip through JSON."""
     return list(value) if isinstance(value, tuple) else value

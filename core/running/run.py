@@ -52,7 +52,7 @@ from core.running.supervise import start_thread
 log = logging.getLogger(__name__)
 
 
-# Columns that are 0 in a run without trouble; the end of a run sums them up.
+# Columns that are 0 in a run without problems. At its end a run logs the other columns.
 NOT_NORMAL = {
     "actor_restarts": "actor restarts",
     "rollouts_discarded": "rollouts discarded",
@@ -60,21 +60,21 @@ NOT_NORMAL = {
     "reconnects": "reconnects",
     "steps_discarded": "rows discarded",
 }
-LOG_S = 10.0  # How long the end of a run waits for the row that is being written.
-LOCK_S = 10.0  # How long a checkpoint or the last row waits for an update to end.
+LOG_S = 10.0  # How long the end of a run waits for a row that is being written.
+LOCK_S = 10.0  # How long a checkpoint or the last row waits for the end of an update.
 
 
-# What a checkpoint holds beyond the learner: (for JSON, groups of tensors).
+# The state in a checkpoint besides the learner: (values for JSON, groups of tensors).
 ExtraState = Callable[[], tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]]
 
 
 @contextlib.contextmanager
 def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
-    """Take the folder of a run, log there, and seed all random number generators.
+    """Lock the folder of a run, log there, and seed all random number generators.
 
-    Without --seed a resumed run keeps its seed, and a new run draws one; both set
-    `flags.seed`. Of several learners, learner 0 has the folder and decides on its name
-    and the seed.
+    Without --seed a resumed run keeps its seed, and a new run draws one; in both cases
+    `flags.seed` is set. Of several learners, only learner 0 uses the folder, and it
+    tells the other learners the folder's name and the seed.
 
     Raises:
       RunDirBusy: another process is training in this folder.
@@ -95,11 +95,11 @@ def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
 
 
 class Run:
-    """A run's folder and all that is written there: checkpoints, logs, status line.
+    """A training run: its folder, checkpoints, logs and status line.
 
     Used by the main thread. `tick` writes log rows in one thread and checkpoints in
-    another one, because MonoBeast's main thread hands out the rollout buffers. It must
-    not wait for the end of an update, for a disk or for a terminal.
+    another one, because MonoBeast's main thread hands out the rollout buffers, and so
+    must not wait for the end of an update, for a disk or for a terminal.
     """
 
     def __init__(
@@ -136,18 +136,20 @@ class Run:
         self._frames_per_step = frames_per_step
         self._actors_do_both = actors_do_both
         self._in_background = in_background
-        self._jobs: dict[str, concurrent.futures.Future] = {}  # What threads write.
+        # The latest job of each thread: "log" and "save".
+        self._jobs: dict[str, concurrent.futures.Future] = {}
         self._checkpoints = run_dir / "checkpoints"
         self._earlier_s = 0.0  # Training time before the last resume.
 
     def resume(self) -> checkpoint.Checkpoint | None:
-        """Resume from the newest good checkpoint, which becomes `found`, or None.
+        """Resume from the newest good checkpoint; return it, or None in a new run.
 
-        A new run starts with the weights of --init_from, if the flag is given.
+        Also sets `found`. A new run starts with the weights of --init_from, if the flag
+        is given.
 
         Raises:
-          CheckpointError: there are checkpoints, and none is good; or it is another
-            program's.
+          CheckpointError: there are checkpoints, but none is good, or the newest good
+            one was written by another program.
           ConfigError: the checkpoint was made with another environment or network.
         """
         if self._has_folder:
@@ -161,7 +163,7 @@ class Run:
         if self._others is not None:
             self._others.share_weights(self.learner.net)
         if ranks.rank() > 0:  # Otherwise all learners would draw the same actions.
-            self.learner.counts.begin_own()
+            self.learner.counts.discard_restored()
             seed_rng(env_seed(self.flags.seed, ranks.rank(), self.learner.updates, 0))
         return self.found
 
@@ -179,7 +181,7 @@ class Run:
             ) from error
 
     def describe(self, env: str, spaces: Spaces, *, devices: str) -> None:
-        """Say at the start what is about to run."""
+        """Log the run, the environment and the network, before training starts."""
         flags, net = self.flags, self.learner.net
         torso = getattr(net, "torso", net)  # A fork's Net may have none.
         log.info("Run %s in %s, seed %d", flags.xpid, self.run_dir, flags.seed)
@@ -204,19 +206,20 @@ class Run:
             return
         log_options(env_options, self.recorded)
         extra |= {"step": self.learner.step, "env_options": dict(env_options)}
-        flags = ranks.whole(vars(self.flags))
+        flags = ranks.flags_of_run(vars(self.flags))
         folder.write_meta(self.run_dir, flags=flags, extra=extra)
 
     @property
     def first_incarnation(self) -> int:
-        """A number that no environment of an earlier start of this run had.
+        """The incarnation of the first environments of this start.
 
-        With it environments do not play the games of an earlier start again.
+        Earlier starts of this run used smaller numbers, so that environments do not
+        play the games of an earlier start again (`stepping.env_seed`).
         """
         return ranks.first_incarnation() + (len(self.recorded.get("starts", [])) << 16)
 
     def has_nothing_to_do(self) -> bool:
-        """Say whether all steps were done before this start, and log it."""
+        """Return whether all steps were done before this start, and log if so."""
         if self.learner.finished():
             log.info(
                 "Nothing to do: run %s is at step %d of --total_steps %d.",
@@ -251,6 +254,7 @@ class Run:
     def open(self) -> Iterator[None]:
         """Open the logs; at the end, also after an error, write the last checkpoint."""
         flags, learner = self.flags, self.learner
+        recorded_flags = ranks.flags_of_run(vars(flags))
         self._started = self._last_log = self._last_save = time.monotonic()
         self._last_step = learner.step
         self._stats: dict[str, Any] = {}
@@ -266,7 +270,7 @@ class Run:
                     info_keys=flags.info_keys,
                     resume_step=None if self.found is None else learner.step,
                     wandb=flags.wandb,
-                    config={k: plain(v) for k, v in ranks.whole(vars(flags)).items()},
+                    config={k: plain(v) for k, v in recorded_flags.items()},
                 )
             )
             self._status = stack.enter_context(
@@ -284,10 +288,10 @@ class Run:
             self._save_last()
 
     def tick(self, stats: dict[str, Any]) -> None:
-        """Start to log and to save if it is time; do not wait for either.
+        """Start to log or to save if it is time; do not wait until this has ended.
 
         Args:
-          stats: columns of the log that only the trainer knows.
+          stats: values for columns of the log that only the trainer knows.
 
         Raises:
           Exception: the error that ended the last attempt to log or to save.
@@ -307,19 +311,19 @@ class Run:
             self._begin("save", self._try_to_save)
 
     def _begin(self, name: str, write: Callable[..., None], *args: Any) -> None:
-        """Write in a thread of that name, unless its last job is still running."""
+        """Call `write` in a thread `name`, unless its last job is still running."""
         if not self._in_background:
             write(*args)
         elif name not in self._jobs or self._jobs[name].done():
             self._jobs[name] = start_thread(name, on_one_core, write, *args)
 
     def _wait_for(self, name: str, limit_s: float | None = None) -> bool:
-        """Wait for the end of a thread's job; return whether the job has ended."""
+        """Wait for the end of a thread's last job; return whether it has ended."""
         job = self._jobs.get(name)
         return job is None or not concurrent.futures.wait([job], limit_s).not_done
 
     def _sum_up(self, skipped: int) -> None:
-        """Log at the end of a run what went wrong since its start."""
+        """At the end of a run, log the problems since its start."""
         counts = {text: self._stats.get(key, 0) for key, text in NOT_NORMAL.items()}
         counts["updates skipped"] = skipped
         parts = [f"{n} {text}" for text, n in counts.items() if n]
@@ -330,7 +334,8 @@ class Run:
             log.info("The most frequent warnings: %s", "; ".join(warnings))
 
     def _save_last(self) -> None:
-        self._wait_for("save")  # Without a limit: the last save would hang alike.
+        # No limit: if this save hangs, the last save would hang, too.
+        self._wait_for("save")
         self.save()
 
     def _try_to_save(self) -> None:
@@ -339,21 +344,21 @@ class Run:
         except StallError:
             pass  # An update takes long. The watchdog decides whether it hangs.
         except checkpoint.CheckpointError as error:
-            # The old checkpoints are intact, and the next save may find room.
+            # The old checkpoints are intact, and the disk may have space again later.
             log.warning("%s. Training goes on.", error)
 
     def log(self, stats: dict[str, Any]) -> None:
         """Write the first or the last row of this start, between two updates.
 
         Raises:
-          StallError: an update is at work for longer than LOCK_S.
+          StallError: an update has not ended within LOCK_S.
           Exception: the error that ended the last attempt to log.
         """
         if not self._has_folder:
             return
         self._stats = stats
         if not self._wait_for("log", LOG_S):
-            log.error("The last row is missing: the one before is still being written")
+            log.error("The last row is missing: the row before is still being written")
             return
         if "log" in self._jobs:
             self._jobs.pop("log").result()
@@ -361,11 +366,12 @@ class Run:
             self._write_row(stats, is_last=True)
 
     def _write_row(self, stats: dict[str, Any], *, is_last: bool = False) -> None:
-        """Write one row of logs.csv and show it; nothing if no step was made.
+        """Write one row of logs.csv and show it; do nothing if there are no new steps.
 
-        Does not take the lock, which an update may hold for seconds. So if an update
-        ends at this moment, some columns include it and the others do in the next row.
-        After the last update there is no next row: only `log` writes the last one.
+        This does not take the lock, which an update may hold for seconds. So if an
+        update ends at this moment, some columns of this row include the update, and the
+        other columns include it only in the next row. After the last update there is no
+        next row: therefore only `log` writes the last row.
         """
         learner, now = self.learner, time.monotonic()
         step, episodes = learner.step, learner.counts.episodes
@@ -420,8 +426,8 @@ class Run:
         """Write a checkpoint, unless --disable_checkpoint.
 
         Raises:
-          CheckpointError: it cannot be written.
-          StallError: an update is at work for longer than LOCK_S.
+          CheckpointError: the checkpoint cannot be written.
+          StallError: an update has not ended within LOCK_S.
         """
         if self.flags.disable_checkpoint:
             return
@@ -440,14 +446,15 @@ class Run:
 
 
 def check_ledger(learner: Learner, received: int, others: Mapping[str, int]) -> None:
-    """Log how many rows were learned, stale, unused and so on since the start.
+    """Log how many rows were received, and how many were learned, stale, unused etc.
 
-    Row 0 of each rollout does not count: it is the last row of the rollout before.
+    The numbers are those since the start. Row 0 of each rollout does not count, because
+    it is the last row of the previous rollout.
 
     Args:
-      received: rows that the learner's process has received.
-      others: number of rows that no learner thread has taken, by their fate, such as
-        "discarded".
+      received: number of rows that the learner's process has received.
+      others: numbers of rows that no learner thread has taken. The key, such as
+        "discarded", is a word for the log.
 
     Raises:
       RuntimeError: the sum is wrong: rows were lost, or learned twice.
@@ -472,7 +479,7 @@ def log_options(options: Mapping[str, Any], recorded: Mapping[str, Any]) -> None
         log.info("Environment options: %s", text)
     before = recorded.get("env_options", options)
     for name in sorted({*before, *options}):
-        old, new = before.get(name, "not told"), options.get(name, "not told")
+        old, new = before.get(name, "not reported"), options.get(name, "not reported")
         if old != new:
             log.warning(
                 "  %s was %s when this run was started before, and is now %s",
@@ -483,12 +490,12 @@ def log_options(options: Mapping[str, Any], recorded: Mapping[str, Any]) -> None
 
 
 def bottleneck(busy: Mapping[str, float], *, actors_do_both: bool) -> str | None:
-    """Name the stage that limits the speed of the run: the one that is busiest.
+    """Name the stage that limits the speed of the run: the busiest stage.
 
     Args:
-      busy: the share of time that "env", "inference" and "learner" work.
-      actors_do_both: the same workers step environments and choose actions, so both
-        shares count together.
+      busy: the shares of time in which "env", "inference" and "learner" work.
+      actors_do_both: whether the same workers step environments and choose actions.
+        Then the sum of both shares counts.
     """
     if not busy:
         return None

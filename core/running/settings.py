@@ -13,7 +13,7 @@ import gymnasium as gym
 
 from core.running import common_flags
 
-# Beginnings of a Gymnasium environment's entry point, and the file for this family.
+# The beginning of a Gymnasium environment's entry point -> the family's settings file.
 FAMILIES = {
     "gymnasium.envs.classic_control": "classic_control",
     "gymnasium.envs.box2d": "box2d",
@@ -21,8 +21,8 @@ FAMILIES = {
     "minatar": "minatar",
     "nle.": "nethack",
 }
-# A run is at the Atari defaults if all of these have their default values.
-TELLING = ("learning_rate", "epsilon", "batch_size", "entropy_cost")
+# If all of these flags have their defaults, a run uses the settings for Atari.
+CHECKED = ("learning_rate", "epsilon", "batch_size", "entropy_cost")
 
 
 def family_of(env: str) -> str | None:
@@ -36,7 +36,7 @@ def family_of(env: str) -> str | None:
 
 
 def suggestion(env: str, flags: argparse.Namespace) -> str | None:
-    """Return a line that names the settings file for `env`, if it may be missing."""
+    """Return a line that names the settings file for `env`, if flags are for Atari."""
     family = family_of(env)
     parser = argparse.ArgumentParser()
     common_flags.add_learner_flags(parser)
@@ -44,7 +44,7 @@ def suggestion(env: str, flags: argparse.Namespace) -> str | None:
     common_flags.add_optimizer_flags(parser)
     defaults = parser.parse_args([])
     if family is None or any(
-        getattr(flags, key) != getattr(defaults, key) for key in TELLING
+        getattr(flags, key) != getattr(defaults, key) for key in CHECKED
     ):
         return None
     return (

@@ -21,7 +21,8 @@ from core.running.machine import tmpfs_folder
 log = logging.getLogger(__name__)
 
 
-# `timeout`, schedulers and terminals signal a process and its group at the same moment.
+# `timeout`, schedulers and terminals signal a process and its group at the same moment,
+# so the process may get a signal twice.
 DUPLICATE_S = 0.2
 
 
@@ -32,14 +33,15 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopSignal:
     """Sets `received` at the first of STOP_SIGNALS, and ends the process at the second.
 
-    A signal within DUPLICATE_S of the first counts as the same signal, delivered twice.
-    So does a SIGHUP at any later time: kernel and shell send one each. If SIGHUP is
-    ignored at the start (`nohup`), it stays ignored.
+    A signal within DUPLICATE_S of the first is taken for a duplicate and ignored. So is
+    a SIGHUP at any later time: kernel and shell send one each. If SIGHUP is ignored at
+    the start (`nohup`), it stays ignored.
 
-    A context manager for the main thread, which restores the old handlers at its end,
-    with one exception: instead of the default action, which reports a death by signal,
-    a late signal ends the process with status 128 + n. While the interpreter shuts
-    down, signals are blocked.
+    A context manager for the main thread, which restores the old handlers at its end.
+    If the old handler is the default action, a later signal ends the process with
+    status 128 + n instead (n: the signal's number), because the default action would
+    report that the signal killed the process. While the interpreter shuts down, these
+    signals are blocked.
     """
 
     def __init__(self) -> None:
@@ -72,7 +74,7 @@ class StopSignal:
 
 
 def _end_at_once(signum: int, frame: object) -> None:
-    os._exit(128 + signum)  # The children watch this process, and end too.
+    os._exit(128 + signum)  # The children notice this, and end too.
 
 
 DUMP_S = 1.0  # Longest wait for a process to show its stacks.
@@ -81,12 +83,12 @@ DUMP_S = 1.0  # Longest wait for a process to show its stacks.
 def show_stacks(pid: int) -> None:
     """Make a child process write its stacks: its faulthandler handles SIGUSR1.
 
-    Returns when the stacks are written, so that those of several processes do not mix,
-    or after DUMP_S.
+    Return when the stacks are written, so that the stacks of several processes do not
+    mix, or after DUMP_S.
     """
     os.kill(pid, signal.SIGUSR1)  # faulthandler does not need the GIL.
     if sys.platform != "linux":
-        time.sleep(DUMP_S / 10)  # Other systems do not show when it is done.
+        time.sleep(DUMP_S / 10)  # Other systems do not show when a handler has ended.
         return
     deadline = time.monotonic() + DUMP_S
     while not _has_handled(pid, signal.SIGUSR1) and time.monotonic() < deadline:
@@ -94,7 +96,7 @@ def show_stacks(pid: int) -> None:
 
 
 def _has_handled(pid: int, signum: int) -> bool:
-    """Return whether a process has no such signal pending and no handler running."""
+    """Return whether a signal is not pending and its handler is not running."""
     for file in Path(f"/proc/{pid}/task").glob("*/status"):
         with contextlib.suppress(OSError):  # The thread has just ended.
             # While a thread runs a handler, it blocks the handler's signal.
@@ -110,7 +112,7 @@ def kill_if_hung(name: str, process: Any, since: float, limit_s: float) -> bool:
 
     Args:
       process: a `core.running.unit.Unit`, in which faulthandler handles SIGUSR1.
-      since: when its current call began (`time.monotonic`), 0 between calls.
+      since: when the environment's current call began (`time.monotonic`); 0 for none.
       limit_s: the longest time for one call of an environment.
 
     Returns:
@@ -140,10 +142,10 @@ def dump_stacks() -> None:
 
 
 def thread_states() -> Iterator[str]:
-    """Yield a line for each thread of this process, also of C++ threads. Linux only.
+    """Yield a line for each thread of this process, also for C++ threads. Linux only.
 
-    States: S sleeps, R runs, D waits for a disk. After the state stands the kernel
-    function in which the thread sleeps.
+    States: S sleeps, R runs, D waits for a disk. The kernel function in which the
+    thread sleeps follows the state.
     """
     for task in sorted(Path("/proc/self/task").glob("*")):
         with contextlib.suppress(OSError):  # The thread has just ended.

@@ -63,7 +63,7 @@ class StatusLine:
         bottleneck: str | None = None,
         **extra: Any,
     ) -> None:
-        """Take new values, and show them if it is time. `extra` is shown by name."""
+        """Take new values; show them if it is time. `extra` are more values by name."""
         self._step = step
         # The first row, at the start, has no rate yet.
         self._sps = 0.8 * self._sps + 0.2 * sps if self._sps else sps
@@ -115,7 +115,7 @@ class StatusLine:
                     redirect_stderr=sys.stderr.isatty(),
                 )
                 self._live.start()
-            # The last column stays free: a full line makes some terminals wrap.
+            # Leave the last column free: some terminals wrap a full line.
             line = _join(self._parts, width=self._console.width - 1)
             text = Text(line, no_wrap=True, overflow="ellipsis")
             text.highlight_regex(r"return\(100\) \S+", "bold")
@@ -125,7 +125,7 @@ class StatusLine:
 
 
 def _join(parts: Iterable[tuple[int, str]], width: float = math.inf) -> str:
-    """Join the texts, leaving out those with the highest numbers until they fit."""
+    """Join the texts. Leave out texts with the highest numbers until the rest fits."""
     kept = [(order, text) for order, text in parts if text]
     while True:
         line = "  ".join(text for _, text in kept)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervision: worker threads, restarts, stalls, child processes.
 
-Small tools that both trainers use to keep one promise: a run makes progress, or it ends
-with a checkpoint, a non-zero status and the reason.
+With these tools both trainers make sure that a run makes progress, or ends with a
+checkpoint, a non-zero status and the reason.
 """
 
 import concurrent.futures
@@ -29,33 +29,33 @@ from core.running.signals import dump_stacks
 log = logging.getLogger(__name__)
 
 
-HANG_GRACE_S = 60.0  # Extra time for a main loop that is slowly saving.
+HANG_GRACE_S = 60.0  # Extra time for a main loop that saves a checkpoint slowly.
 
 
-REPEAT_S = 600.0  # A repeated warning is shown at least this often.
-MAX_CAUSES = 1000  # A limit, since an environment may raise a new text each time.
+REPEAT_S = 600.0  # A warning that comes again is shown again after this time.
+MAX_CAUSES = 1000  # Limits memory, since an environment may raise a new text each time.
 
 
 class Repeats:
     """Shows a warning in full once, and then one line each time its count has doubled.
 
-    A line is also shown every REPEAT_S. Two warnings count as the same if their texts
-    differ only in numbers (except exit statuses). This is a filter of logging: give all
-    handlers the same one. Records below WARNING count only if their `extra` has
-    `repeats`.
+    A line is also shown if the warning comes again REPEAT_S after the last line. Two
+    warnings count as the same if their texts differ only in numbers (except exit
+    statuses). This is a filter of `logging`: give all handlers the same object. It
+    applies to records of the level WARNING, and to others with `repeats` in `extra`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Guarded by _lock: cause -> (count, first line, time when last shown).
+        # Guarded by _lock: cause -> (count, first line, time of the last line shown).
         self._causes: dict[str, tuple[int, str, float]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING and not hasattr(record, "repeats"):
             return True
-        if not hasattr(record, "is_told"):  # The first handler decides.
-            record.__dict__["is_told"] = self._count(record)
-        return record.__dict__["is_told"]
+        if not hasattr(record, "is_shown"):  # The first handler decides.
+            record.__dict__["is_shown"] = self._count(record)
+        return record.__dict__["is_shown"]
 
     def _count(self, record: logging.LogRecord) -> bool:
         line = one_line(record.getMessage())
@@ -64,16 +64,17 @@ class Repeats:
         with self._lock:
             if cause not in self._causes and len(self._causes) >= MAX_CAUSES:
                 cause = str(record.msg)
-            before, first, told_at = self._causes.get(cause, (0, line, now))
+            before, first, shown_at = self._causes.get(cause, (0, line, now))
             count = before + 1
-            is_told = count & before == 0 or now - told_at >= REPEAT_S
+            # The first condition: `count` is a power of two.
+            is_shown = count & before == 0 or now - shown_at >= REPEAT_S
             if record.levelno < logging.WARNING:
                 first = ""  # Not a problem: `most_frequent` leaves it out.
-            self._causes[cause] = (count, first, now if is_told else told_at)
+            self._causes[cause] = (count, first, now if is_shown else shown_at)
         if count > 1:
             record.msg, record.args = f"{line} ({count} times so far)", ()
             record.exc_info = record.exc_text = None
-        return is_told
+        return is_shown
 
     def most_frequent(self, n: int) -> list[str]:
         """Return the counts and first texts of the n most frequent warnings."""
@@ -83,7 +84,7 @@ class Repeats:
         return [f"{count} x {first}" for count, first, _ in causes[:n]]
 
 
-RECORD_BYTES = 32 << 10  # Longest line of `ForParent`: a stream's error, escaped.
+RECORD_BYTES = 32 << 10  # Longest line of `ForParent`: the error of a stream, as JSON.
 
 
 class ForParent(logging.Formatter):
@@ -130,7 +131,7 @@ def start_thread(
 def join_threads(
     threads: Mapping[str, concurrent.futures.Future], limit_s: float
 ) -> None:
-    """Wait for threads that were told to stop; log those that still run, and stacks."""
+    """Wait for threads that must stop; log those that still run, and all stacks."""
     _, running = concurrent.futures.wait(threads.values(), limit_s)
     for name, thread in threads.items():
         if thread in running:
@@ -159,13 +160,14 @@ def wait_for_failure(
 class RestartBudget:
     """Decides when a dead worker restarts, and when it has died too often.
 
-    A death is quick if the worker delivered nothing since its start. The budget is
-    spent after `max_quick_deaths` quick deaths in a row. If the worker has ever
-    delivered, PATIENCE times as many are allowed, because it can work. (If one step in
-    1000 crashes and a worker delivers every 160 steps, one start in seven ends with a
-    quick death; five in a row then happen every 16 million steps.) After a quick death
-    the worker waits, at first `first_wait_s`, then twice as long each time up to
-    `max_wait_s`. After another death it restarts at once.
+    A death is quick if the worker has delivered nothing since its latest start. The
+    budget is spent after `max_quick_deaths` quick deaths in a row. If the worker
+    delivered after an earlier start, PATIENCE times as many are allowed, because the
+    worker can work. (If one step in 1000 crashes and a worker delivers every 160 steps,
+    one start in seven ends with a quick death; five in a row then happen every 16
+    million steps.) After a quick death the worker waits before it restarts, at first
+    `first_wait_s`, then twice as long each time up to `max_wait_s`. After a death that
+    is not quick it restarts at once.
     """
 
     PATIENCE = 4
@@ -247,7 +249,7 @@ class Watchdog:
         self._watch_main_loop()
 
     def rest(self) -> None:
-        """Report that there is nothing to do now: this time does not count."""
+        """Report that there is nothing to do now: the time limit starts again."""
         self._since = time.monotonic()
         self._watch_main_loop()
 
@@ -261,7 +263,7 @@ class Watchdog:
 
 
 def send_at_parents_end(signum: int) -> None:
-    """Let the kernel send this process a signal when its parent ends. Linux only.
+    """Make the kernel send this process a signal when its parent ends. Linux only.
 
     SIGKILL and SIGCONT also reach a stopped process (SIGSTOP).
     """
@@ -271,8 +273,8 @@ def send_at_parents_end(signum: int) -> None:
 
 
 def continue_if_stopped(name: str, pid: int) -> None:
-    """If a process that this one needs is stopped, continue it. Linux only."""
-    with contextlib.suppress(OSError):  # It has ended, or there is no /proc.
+    """Continue a process that this one needs, if it is stopped. Linux only."""
+    with contextlib.suppress(OSError):  # The process has ended, or no /proc exists.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state == "T":
             log.warning("%s (process %d) was stopped; continuing it", name, pid)
@@ -280,10 +282,10 @@ def continue_if_stopped(name: str, pid: int) -> None:
 
 
 def exit_with_parent() -> None:
-    """Make this child process end when its parent ends, also if `kill -9` ends that.
+    """Make this child process end when its parent ends, also after `kill -9`.
 
-    On Linux the kernel sends SIGKILL. Elsewhere, and if a fork server is the parent of
-    this process, a thread waits for the end of the parent.
+    On Linux the kernel sends SIGKILL. A thread waits for the end of the parent too: for
+    other systems, and for a process that a fork server has started.
     """
     parent = parent_process()
     assert parent is not None, "called in a process without a parent"
@@ -316,6 +318,6 @@ def check_main_file() -> None:
     path = getattr(main, "__file__", None)  # Notebooks have no file, and need none.
     if path is not None and main.__spec__ is None and not os.path.exists(path):
         raise ConfigError(
-            f"the main program is {path}, no file, but actor processes must import "
-            "it. Save it as a file, or use --serial."
+            f"the main program is {path}, which is not a file, but actor processes "
+            "must import it. Save it as a file, or use --serial."
         )

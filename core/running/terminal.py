@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output that never blocks: to a terminal that does not read, and of child processes.
+"""Output that never blocks this program or its child processes.
 
 A terminal after Ctrl-S, a pager, tmux's copy mode and a stopped `tee` do not read, and
 a process that writes to them blocks. Training must not block.
 
     with never_waiting():  # Around a whole program: sys.stdout, sys.stderr.
         output = ChildOutput()
-        start_processes(output.theirs)  # Each calls redirect_output() with it.
+        start_processes(output.theirs)  # Each calls redirect_output(output.theirs).
         output.start()
 
 `never_waiting` starts no thread, so that a program may still fork. Lines that cannot be
 shown are counted. Log records are in the run's out.log in any case. Text of C libraries
-that the terminal does not take is lost: C code may hold the GIL, so no thread could
-keep it.
+is lost if the terminal does not take it: C code may hold the GIL, so no Python thread
+could keep the text.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 256 << 10  # Limit of text that waits; more text is dropped.
 PATIENCE_S = 0.2  # A terminal that needs longer for one text counts as hanging.
-PIPE_BYTES = 1 << 20  # Of a pipe: a `tee` that reads loses nothing of C libraries.
+PIPE_BYTES = 1 << 20  # Size for a pipe, so that C libraries' text waits for a `tee`.
 CLOSE_S = 1.0  # How long the end of the program waits for the terminal.
 
 MAX_LINE_BYTES = 2000  # Longer lines of a child are cut.
-# Limits of the output of all children together. Nobody can read faster, and formatting
-# more would cost the learner time.
+# Limits of the output of all children together. Nobody can read faster, and more output
+# would cost the learner time.
 BURST_BYTES = 256 << 10
 BYTES_PER_S = 64 << 10
 
@@ -60,16 +60,16 @@ class Terminal(io.TextIOBase):
         """Write to the same place as `stream`, which must have a file descriptor."""
         self._stream = stream
         self._encoding = stream.encoding or "utf-8"
-        # Writing to it does not block, if the system allows that: see `_open_again`.
+        # Writes to this descriptor do not block, if possible: see `_open_again`.
         self.urgent_fd = _open_again(stream.fileno())
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._waiting = bytearray()
         self._hangs = False
         self._lost = 0  # Dropped lines that no note has reported yet.
-        os.register_at_fork(after_in_child=self._begin_anew)
+        os.register_at_fork(after_in_child=self._reset_in_child)
 
-    def _begin_anew(self) -> None:
+    def _reset_in_child(self) -> None:
         self._lock = threading.Lock()
         self._waiting.clear()  # The parent writes this text.
 
@@ -106,16 +106,18 @@ class Terminal(io.TextIOBase):
             self._waiting.clear()
         self._hangs = False
 
-    # All else as in the stream. `pdb` edits lines only if the descriptor is the same.
+    # All other attributes are the stream's. `pdb` edits lines only if the descriptor is
+    # the same.
 
     def __getattr__(self, name: str) -> Any:  # Such as `buffer`.
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Make C libraries that write to the stream's descriptor never block, either.
+        """Make writes of C libraries to the stream's descriptor never block.
 
-        The descriptor stays the same file, a terminal for instance: pdb edits lines.
+        The descriptor still refers to the same file (a terminal, for instance), so that
+        pdb can edit lines.
         """
         fd, blocking = self.fileno(), os.dup(self.fileno())
         os.dup2(self.urgent_fd, fd)
@@ -124,7 +126,7 @@ class Terminal(io.TextIOBase):
         try:
             yield
         finally:
-            ctypes.CDLL(None).fflush(None)  # What C's stdio keeps until the exit.
+            ctypes.CDLL(None).fflush(None)  # Writes the buffers of C's stdio.
             os.dup2(blocking, fd)
             os.close(blocking)
 
@@ -150,8 +152,9 @@ def _open_again(fd: int) -> int:
     """Return a descriptor for the same file whose writes never block, if possible.
 
     Only terminals and pipes can block. O_NONBLOCK on the old descriptor would also
-    concern the shell and all other processes that share it. A terminal that belongs to
-    another user (after `su`) cannot be opened again: then `_is_ready` alone protects.
+    change it for the shell and all other processes that share it. A terminal that
+    belongs to another user (after `su`) cannot be opened again. Then only `_is_ready`
+    prevents blocking.
     """
     if may_wait(fd):
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -171,7 +174,7 @@ def never_waiting(*, c_code: bool = False) -> Iterator[None]:
     """Make print and logging to stderr never block in this process.
 
     Args:
-      c_code: C libraries do not block, either. Child processes inherit this.
+      c_code: do the same for C libraries. Child processes inherit this.
     """
     old = sys.stdout, sys.stderr
     new = [Terminal(x) if _has_descriptor(x) else x for x in old]
@@ -198,7 +201,7 @@ def _has_descriptor(stream: Any) -> bool:
 
 
 def urgent_fd() -> int:
-    """Return a descriptor of stderr for messages at the end; it does not block."""
+    """Return a descriptor of stderr for last messages, which does not block."""
     fd = getattr(sys.stderr, "urgent_fd", None)
     return (sys.__stderr__ or sys.stderr).fileno() if fd is None else fd
 
@@ -216,9 +219,9 @@ def say_at_once(text: str) -> None:
 class ChildOutput:
     """Logs each line that child processes write to stdout and stderr.
 
-    All children share one pipe. After `start`, a thread reads as fast as they write, so
-    that no child blocks, whatever the terminal does. Without `start`, the main loop
-    must call `read` whenever `fileno` is readable.
+    All children share one pipe. After `start`, a thread reads as fast as the children
+    write, so that no child blocks, even if the terminal hangs. Without `start`, the
+    main loop must call `read` whenever `fileno` is readable.
     """
 
     def __init__(self) -> None:
@@ -231,7 +234,7 @@ class ChildOutput:
         return self._ours.fileno()
 
     def read(self) -> None:
-        """Log the lines that the pipe holds. Blocks if it is empty."""
+        """Log the lines in the pipe. Blocks if the pipe is empty."""
         for line in self._lines.feed(os.read(self.fileno(), 1 << 16)):
             log_output(line)
 
@@ -248,7 +251,7 @@ class ChildOutput:
             log_output(line)
 
     def close(self) -> None:
-        """Log the last lines. Waits for up to CLOSE_S for children that still live."""
+        """Log the last lines. Wait for up to CLOSE_S for children that still run."""
         self.theirs.close()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
@@ -262,8 +265,9 @@ class ChildOutput:
 def log_output(line: str, level: int = logging.INFO) -> None:
     """Log a line that child processes wrote, unless it is empty.
 
-    A line that calls itself a warning is counted when it comes again, like a warning of
-    ours (`core.running.supervise.Repeats`): a library may print it per environment.
+    A line with the word "warning" is counted when it comes again, like this program's
+    own warnings (`core.running.supervise.Repeats`), because a library may print it once
+    per environment.
     """
     if line:
         is_warning = "warning" in line.lower()
@@ -271,20 +275,23 @@ def log_output(line: str, level: int = logging.INFO) -> None:
 
 
 def redirect_output(theirs: connection.Connection) -> None:
-    """In a child: send all its output, also of C libraries, to `ChildOutput`."""
+    """In a child process: send all output, also of C libraries, to `ChildOutput`."""
     redirect_descriptors(theirs, (1, 2))
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
 
 
 def redirect_descriptors(theirs: connection.Connection, fds: Sequence[int]) -> None:
-    """Do the same for C libraries only; sys.stdout and sys.stderr never block here."""
+    """In a child process: send the output of C libraries to `ChildOutput`.
+
+    sys.stdout and sys.stderr do not change: a `Terminal` never blocks.
+    """
     for fd in fds:
         os.dup2(theirs.fileno(), fd)
     theirs.close()
 
 
 def may_wait(fd: int) -> bool:
-    """Return whether writing may block until somebody reads: a terminal or a pipe."""
+    """Return whether writes may block until somebody reads: to a terminal or a pipe."""
     with contextlib.suppress(OSError):  # The descriptor is closed.
         return os.isatty(fd) or stat.S_ISFIFO(os.fstat(fd).st_mode)
     return False
@@ -302,7 +309,7 @@ class Lines:
     """Splits the output of processes into lines.
 
     Long lines are cut. After a burst of BURST_BYTES, output beyond BYTES_PER_S is left
-    out, and a line says how much.
+    out, and a line reports the number of bytes.
     """
 
     def __init__(self, max_line_bytes: int):
@@ -328,7 +335,7 @@ class Lines:
             yield _cut(line, self._max_bytes)
 
     def end(self) -> Iterator[str]:
-        """Yield the last line, if it is not empty."""
+        """Yield the text after the last line break, and the report of what was cut."""
         if self._rest:
             yield _cut(self._rest, self._max_bytes)
         if self._left_out:

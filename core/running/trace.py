@@ -13,16 +13,16 @@ from torch._C._profiler import _ExperimentalConfig
 log = logging.getLogger(__name__)
 
 UNTRACED_UPDATES = 5  # The first updates of a run are slower than the others.
-TRACED_SPANS = 3  # Of each name: updates, and batches of inference.
+TRACED_SPANS = 3  # Spans of each name to trace: updates, and batches of inference.
 
 
 class Trace:
     """Traces a few updates with the profiler of torch. A context manager.
 
-    The file opens in chrome://tracing or ui.perfetto.dev. The trace shows the threads
-    that run torch: inference and learners, but not the actor pool. `span` is called in
-    these threads; call all else in one thread: a profiler belongs to the thread that
-    started it.
+    Open the file in chrome://tracing or ui.perfetto.dev. The trace shows the threads
+    that run torch: inference and learners, but not the actor pool. Call `span` in these
+    threads. Call all other methods in one thread, because a profiler belongs to the
+    thread that started it.
 
     Args:
       path: the file to write, or None to trace nothing.
@@ -33,9 +33,9 @@ class Trace:
         self._begin: int | None = None  # The first update to trace.
         self._is_running = False
         self._lock = threading.Lock()
-        # Guarded by _lock. How often each span has been traced from begin to end.
+        # Guarded by _lock. How often each span has been traced from start to end.
         self._spans: dict[str, int] = {}
-        # None when there is nothing to trace, or nothing more.
+        # None if nothing is to be traced, or after the trace.
         self._profiler: torch.profiler.profile | None = None
         if path is not None:
             self._profiler = torch.profiler.profile(
@@ -59,7 +59,7 @@ class Trace:
             return
         with self._lock:
             self._spans.setdefault(name, 0)
-        is_traced = self._is_running  # The profiler ignores what began before it.
+        is_traced = self._is_running  # The profiler ignores spans that began before.
         with torch.profiler.record_function(name):
             yield
         with self._lock:

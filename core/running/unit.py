@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Unit`: a worker process with all its descendants, which end when the worker ends.
+"""`Unit`: a worker process and its descendants, which all end when the worker ends.
 
     program ─► guard ─► worker ─► processes of the environments ─► their children
 
@@ -12,7 +12,7 @@ ends, the guard kills all remaining processes, and then ends with the worker's s
 If the guard itself is killed, the kernel ends the worker, and the program kills the
 remaining processes.
 
-`limit_calls` is for environments in the program's own process.
+`limit_calls` is for environments in the program's own process, without a `Unit`.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 HAS_GUARD = sys.platform == "linux"
 MARK = "TORCHBEAST_UNIT"  # Environment variable that marks the processes of a unit.
 END_S = 5.0  # Longest wait for killed processes to end; disk drivers may delay it.
-LOOK_S = 0.2  # Interval in which `limit_calls` looks at the clocks.
-END = signal.SIGQUIT  # This signal tells a guard to end its unit.
+LOOK_S = 0.2  # Interval at which `limit_calls` checks the clocks.
+END = signal.SIGQUIT  # After this signal a guard ends its unit.
 GUARD_SIGNALS = {
     *(END, signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
     *(signal.SIGCHLD, signal.SIGCONT),
@@ -56,8 +56,8 @@ GUARD_SIGNALS = {
 class Unit:
     """A worker process with its guard; the interface is multiprocessing.Process's.
 
-    `target(*args)` runs in the worker. Pipes among `args` are closed in processes that
-    the environments fork. Only the thread that starts a unit may use it.
+    `target(*args)` runs in the worker. Processes that the environments fork close the
+    pipes in `args`. Only the thread that starts a unit may use it.
 
     Args:
       context: a context of multiprocessing, with any start method.
@@ -109,8 +109,8 @@ class Unit:
         return self._process.is_alive()
 
     def terminate(self) -> None:
-        """Send the worker SIGTERM."""
-        self._process.terminate()  # The guard passes it on.
+        """Send SIGTERM to the worker."""
+        self._process.terminate()  # The guard sends it to the worker.
 
     def kill(self) -> None:
         """End the unit at once."""
@@ -119,7 +119,8 @@ class Unit:
         with contextlib.suppress(ProcessLookupError):
             if HAS_GUARD:
                 os.kill(self._process.pid, END)
-                os.kill(self._process.pid, signal.SIGCONT)  # It may be stopped.
+                # The guard may be stopped (SIGSTOP).
+                os.kill(self._process.pid, signal.SIGCONT)
             else:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -144,10 +145,10 @@ def _run(
     """Split this process into a guard and its worker; run `target` in the worker.
 
     Args:
-      parent: the process that forks guards, None if unknown.
+      parent: the parent of this process; None if the parent is a fork server.
     """
-    # A process group, not a session: Linux divides the CPU among sessions (autogroup),
-    # and then a niceness has no effect on the learner's session.
+    # A new process group, not a new session: Linux divides the CPU among sessions
+    # (autogroup), and a niceness has no effect between sessions.
     os.setpgid(0, 0)
     if HAS_GUARD:
         guard = os.getpid()
@@ -173,7 +174,7 @@ def _forget(pipes: list[connection.Connection]) -> None:
     """Release the worker's pipes and signal handlers, in a process that it forked."""
     for pipe in pipes:
         pipe.close()
-    # The parent of such a process ends it with SIGTERM.
+    # SIGTERM, with which the worker ends such a process, must have its default action.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it.
@@ -181,7 +182,7 @@ def _forget(pipes: list[connection.Connection]) -> None:
 
 
 def _guard(worker: int, parent: int) -> NoReturn:
-    """Wait for the end of the worker or the parent, then end all that remain."""
+    """Wait for the end of the worker or the parent; then end all processes below."""
     received: list[int] = []
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -214,7 +215,7 @@ def _guard(worker: int, parent: int) -> NoReturn:
 
 
 def _reap(worker: int) -> int | None:
-    """Reap children that have ended; return the worker's status if it is one of them.
+    """Reap children that have ended; return the status of the worker if it has ended.
 
     Raises:
       ChildProcessError: there are no children.
@@ -223,7 +224,7 @@ def _reap(worker: int) -> int | None:
     while (ended := os.waitpid(-1, os.WNOHANG))[0]:
         if ended[0] == worker:
             status = ended[1]
-            break  # There may be no other child.
+            break  # There may be no other child: `waitpid` would raise.
     return status
 
 
@@ -245,11 +246,11 @@ def _end_children(worker: int, status: int | None) -> int:
 
 
 def _kill_rest(guard: int, mark: str) -> None:
-    """Kill the processes that a killed guard left, by process group and MARK."""
+    """Kill the processes of a killed guard: those in its process group or with MARK."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(guard, signal.SIGKILL)
     for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # It has ended, or is another user's.
+        with contextlib.suppress(OSError):  # It has ended, or has another user.
             if f"{MARK}={mark}".encode() in environ.read_bytes():
                 os.kill(int(environ.parent.name), signal.SIGKILL)
 
@@ -271,21 +272,22 @@ def limit_calls(
 ) -> Iterator[np.ndarray]:
     """End this process if a call of an environment, or an update, takes too long.
 
-    Before that, all stacks are shown, and the processes that the environments started
-    are killed. The exit status is 70, or 1 if C code holds the GIL: then only
-    faulthandler can act.
+    Before the end all stacks are shown, and the processes that the environments started
+    are killed. The exit status is 70. If C code holds the GIL, only faulthandler can
+    act: it shows the stacks and ends this process with status 1.
 
     Args:
       limit_s: limit of one call of an environment (`--env_step_timeout_s`).
-      update_s: limit of one update, its log and checkpoint (`--stall_timeout_s`).
+      update_s: limit of one update with its log row and checkpoint
+        (`--stall_timeout_s`).
       at_terminal: whether the limits apply if standard input is a terminal. A user at a
-        terminal may be in pdb, and sees that nothing moves.
+        terminal may be in pdb, and can see that the program hangs.
 
     Yields:
-      Two clocks, float64 [2], which the caller sets: when the current call of an
-      environment began (`time.monotonic`; see
-      `core.environments.stepping.Environments`), and when the current update began; 0
-      for none.
+      Two clocks, float64 [2], which the caller sets to `time.monotonic()`: at the start
+      of each call of an environment (see `EnvOptions.clock` in
+      `core.environments.stepping`) and at the start of each update. 0 means that none
+      is running.
     """
     clocks = np.zeros(2)
     if not at_terminal and sys.stdin is not None and sys.stdin.isatty():
@@ -297,7 +299,8 @@ def limit_calls(
     )
     done = threading.Event()
 
-    def postpone_end() -> None:  # Without this call, faulthandler ends the process.
+    def postpone_end() -> None:
+        # faulthandler ends the process unless this is called again in time.
         faulthandler.dump_traceback_later(
             limit_s + END_S, exit=True, file=terminal.urgent_fd()
         )
@@ -311,7 +314,7 @@ def limit_calls(
                     log.error("%s has taken %g s (%s)", what, limit, flag)
                     _end_process()
 
-    postpone_end()  # Now: even the first call may hold the GIL.
+    postpone_end()  # Before the thread: even the first call may hold the GIL.
     thread = threading.Thread(target=watch, name="environment-watch", daemon=True)
     thread.start()
     try:
@@ -323,7 +326,7 @@ def limit_calls(
 
 
 def _end_process() -> NoReturn:
-    """Show all stacks, kill all that this process started, and end it."""
+    """Show all stacks, kill all processes below this one, and end this process."""
     dump_stacks()
     for pid in _descendants_of(os.getpid()):
         with contextlib.suppress(ProcessLookupError):

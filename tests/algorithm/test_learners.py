@@ -292,7 +292,8 @@ def test_a_port_in_use_is_one_clear_line(together):
     with bound_port() as port:
         errors = together(differ, envs=environments(2, port)[:1])
     assert errors[0].startswith(
-        f"ConfigError: learner 0 of 2 cannot meet the others at 127.0.0.1:{port}: "
+        "ConfigError: learner 0 of 2 cannot connect to the other learners at "
+        f"127.0.0.1:{port}: "
     )
     assert "another --master_port" in errors[0]
     assert "\n" not in errors[0]

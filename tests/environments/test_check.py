@@ -203,7 +203,7 @@ def nan_bound():
         (gym.spaces.MultiDiscrete(np.zeros(0, int)), "which holds no values"),
         (gym.spaces.Box(0, 1, (2,), np.longdouble), "expected one of the dtypes bool"),
         (gym.spaces.Box(0, 1, (2,), np.dtype(">f4")), "expected one of the dtypes"),
-        (gym.spaces.Dict({1: gym.spaces.Discrete(2)}), "the key 1; expected texts"),
+        (gym.spaces.Dict({1: gym.spaces.Discrete(2)}), "the key 1; expected a string"),
         (nan_bound(), "expected bounds that are numbers or infinite"),
     ],
     ids=str,

@@ -788,7 +788,7 @@ def test_what_a_forger_changes_nothing_in_is_good(tmp_path):
 def test_a_header_longer_than_its_file_is_not_read(tmp_path):
     save_steps(tmp_path, 1)
     forge(tmp_path, {}, length=2**40)
-    assert_passed_over(tmp_path, "is truncated, or no checkpoint")
+    assert_passed_over(tmp_path, "is truncated, or not a checkpoint")
 
 
 def test_pipes_are_passed_over(tmp_path):

@@ -89,7 +89,7 @@ def test_a_disk_that_takes_no_new_column_stops_nothing(tmp_path, monkeypatch, ca
         for step in (1, 2):
             run_log.log({"step": step, NOVELTY: 0.5})
     assert steps_of(tmp_path) == [1, 2]
-    assert caplog.text.count("no column novelty_loss: [Errno 28]") == 1
+    assert caplog.text.count("Cannot add novelty_loss to logs.csv: [Errno 28]") == 1
 
 
 def test_resume_drops_exactly_the_rows_after_the_checkpoint(tmp_path):

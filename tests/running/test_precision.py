@@ -110,11 +110,11 @@ def test_a_run_keeps_its_precision_on_any_processor(tmp_path, cpu, caplog):
     assert "--precision auto takes bfloat16: ShallowTorso is faster" in caplog.text
     cpu("")
     assert settle(tmp_path) == "bfloat16"
-    assert "bfloat16: the run has had it before" in caplog.text
+    assert "bfloat16: the run has used it before" in caplog.text
     assert settle(tmp_path, "--precision", "float32") == "float32"
     cpu(" avx512_bf16")
     assert settle(tmp_path) == "float32"
-    assert "float32: the run has had it before" in caplog.text
+    assert "float32: the run has used it before" in caplog.text
 
 
 def test_a_run_older_than_the_flag_goes_on_in_float32(tmp_path, cpu):

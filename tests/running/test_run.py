@@ -537,11 +537,11 @@ def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
         (["--env", "tests.running.test_run:wide_env"], [": file [3], model [5]"]),
         (
             ["--env", "tests.running.test_run:wide_env"],
-            ["--env there Catch, here tests."],
+            ["--env was Catch in that run and is tests."],
         ),
-        (["--use_lstm"], ["missing ", "--use_lstm there False, here True"]),
+        (["--use_lstm"], ["missing ", "--use_lstm was False in that run and is True"]),
         *(
-            ([flag], ["missing ", f"{flag} there False, here True"])
+            ([flag], ["missing ", f"{flag} was False in that run and is True"])
             for flag in obeyed(monobeast)
         ),
         (["--env", "CartPole-v1"], [": file ["]),
@@ -653,7 +653,7 @@ def test_the_environments_options_are_told_and_what_has_changed_of_them(caplog):
     run.log_options({"noop_max": 3, "sticky_actions": 0.25}, recorded)
     _, *changes = [message.split() for message in caplog.messages]
     assert [(words[0], words[2], words[-1]) for words in changes] == [
-        ("old", "True", "told"),
+        ("old", "True", "reported"),
         ("sticky_actions", "0.0", "0.25"),
     ]
     caplog.clear()

@@ -327,4 +327,4 @@ def test_a_main_program_from_standard_input_is_refused_in_one_line(tmp_path):
             text=True,
         ).stderr
         last = (said.splitlines() or [""])[-1]
-        assert ("the main program is <stdin>, no file" in last) is refused, said
+        assert ("the main program is <stdin>, which is" in last) is refused, said

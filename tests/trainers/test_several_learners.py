@@ -101,7 +101,7 @@ def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, backgrou
     assert [p.wait() for p in programs] == [70, 70], [p.text() for p in programs]
     reason = (
         "LearnerLost: learner 1 of 2 did not answer within 3 s (--stall_timeout_s): "
-        "its environments or servers are away, or its process is stopped"
+        "its environments or servers do not answer, or its process is stopped"
     )
     ends = [program.text().splitlines()[-1] for program in programs]
     assert ends == [
