@@ -67,6 +67,8 @@ WORKS_OF = {
     "rllib": ("pong",),
     "sb3": tuple(OURS),
     "cleanrl": tuple(OURS),
+    "torchrl": ("pong",),
+    "pufferlib": tuple(OURS),
 }
 
 
@@ -175,6 +177,11 @@ def create_runs(own: argparse.Namespace) -> dict[str, Callable[[], dict[str, flo
     if own.cleanrl:
         python, folder = own.cleanrl
         add_script("CleanRL PPO", python, "train_cleanrl.py", folder)
+    if own.torchrl:
+        python, folder = own.torchrl
+        add_script("TorchRL IMPALA", python, "train_torchrl.py", folder)
+    if own.pufferlib:
+        add_script("PufferLib PPO", own.pufferlib, "train_pufferlib.py")
     for program in ("monobeast", "polybeast"):
         flags = [*OURS[work].split(), "--precision", "float32"]
         runs[program] = functools.partial(
@@ -208,9 +215,9 @@ def print_table(measured: dict[str, list[dict[str, float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", choices=OURS, default="pong")
-    for peer in ("sample_factory", "rllib", "sb3"):
+    for peer in ("sample_factory", "rllib", "sb3", "pufferlib"):
         parser.add_argument(f"--{peer}", metavar="PYTHON")
-    for peer in ("cleanrl",):
+    for peer in ("cleanrl", "torchrl"):
         parser.add_argument(f"--{peer}", nargs=2, metavar=("PYTHON", "FOLDER"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file for the raw figures")

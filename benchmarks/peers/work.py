@@ -6,6 +6,7 @@ needs Gymnasium alone, and minatar for MinAtar.
 """
 
 import dataclasses
+import time
 
 import gymnasium as gym
 
@@ -51,3 +52,19 @@ def make_env(work: str) -> gym.Env:
             minatar.gym.register_envs()
         return gym.make("MinAtar/Breakout-v1")  # [10, 10, 4] bool
     return gym.make({"cartpole": "CartPole-v1", "halfcheetah": "HalfCheetah-v5"}[work])
+
+
+def print_updates(work: str) -> None:
+    """From now on print "seconds steps" after each step of an optimizer of torch."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    began, updates = time.monotonic(), 0
+
+    def report(*_) -> None:
+        nonlocal updates
+        updates += 1
+        # On a new line, as a progress bar may stand on this one.
+        seconds, steps = time.monotonic() - began, updates * WORKS[work].batch_size
+        print(f"\n{seconds} {steps}", flush=True)
+
+    register_optimizer_step_post_hook(report)
