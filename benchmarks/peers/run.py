@@ -22,6 +22,7 @@ import collections
 import contextlib
 import functools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -37,7 +38,7 @@ import psutil
 from benchmarks.ceilings import measure_whole, tree, tree_cpu_s, tree_pss
 from core.running.machine import num_cores
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.resolve()
 WARM_UP_S, MEASURE_S = 10.0, 20.0
 START_S = 120.0  # RLlib needs half a minute from its start to its first batch.
 
@@ -69,6 +70,7 @@ WORKS_OF = {
     "cleanrl": tuple(OURS),
     "torchrl": ("pong",),
     "pufferlib": tuple(OURS),
+    "monobeast2019": ("pong",),
 }
 
 
@@ -100,8 +102,13 @@ def watch(command: list[str], read: Callable[[str], float | None]) -> dict[str, 
             if steps := read(line):
                 points.append((time.monotonic(), steps))
 
+    folder = tempfile.TemporaryDirectory()  # Some write logs and links where they run.
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder.name,
     )
     reader = threading.Thread(target=read_all, args=(child.stdout,), daemon=True)
     reader.start()
@@ -117,6 +124,7 @@ def watch(command: list[str], read: Callable[[str], float | None]) -> dict[str, 
             process.kill()
     child.wait()
     reader.join(timeout=10.0)
+    folder.cleanup()
     warm_up_end = end - MEASURE_S
     points = [point for point in points if point[0] >= warm_up_end]
     cpu = [sample for sample in cpu if sample[0] >= warm_up_end]
@@ -152,8 +160,7 @@ def sample_factory(python: str, work: str) -> dict[str, float]:
         "cartpole": ["-m", "sf_examples.train_gym_env"],
     }[work]
     flags = SAMPLE_FACTORY[work].split() + SAMPLE_FACTORY_ALWAYS.split()
-    with tempfile.TemporaryDirectory() as folder:
-        return watch([python, *script, *flags, f"--train_dir={folder}"], read)
+    return watch([python, *script, *flags], read)
 
 
 def create_runs(own: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]:
@@ -182,6 +189,9 @@ def create_runs(own: argparse.Namespace) -> dict[str, Callable[[], dict[str, flo
         add_script("TorchRL IMPALA", python, "train_torchrl.py", folder)
     if own.pufferlib:
         add_script("PufferLib PPO", own.pufferlib, "train_pufferlib.py")
+    if own.monobeast2019:
+        python, folder = own.monobeast2019
+        add_script("MonoBeast of 2019", python, "train_monobeast2019.py", folder)
     for program in ("monobeast", "polybeast"):
         flags = [*OURS[work].split(), "--precision", "float32"]
         runs[program] = functools.partial(
@@ -215,10 +225,13 @@ def print_table(measured: dict[str, list[dict[str, float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", choices=OURS, default="pong")
+    path = os.path.abspath  # Peers run in a folder of their own.
     for peer in ("sample_factory", "rllib", "sb3", "pufferlib"):
-        parser.add_argument(f"--{peer}", metavar="PYTHON")
-    for peer in ("cleanrl", "torchrl"):
-        parser.add_argument(f"--{peer}", nargs=2, metavar=("PYTHON", "FOLDER"))
+        parser.add_argument(f"--{peer}", type=path, metavar="PYTHON")
+    for peer in ("cleanrl", "torchrl", "monobeast2019"):
+        parser.add_argument(
+            f"--{peer}", type=path, nargs=2, metavar=("PYTHON", "FOLDER")
+        )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
     own = parser.parse_args()

@@ -7,10 +7,8 @@ FOLDER is a clone of CleanRL; the script that fits the work runs unchanged, in C
 own environment; see README.md. It passes once over each batch, in one minibatch.
 """
 
-import os
 import runpy
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -52,9 +50,7 @@ def main(folder: str, work: str) -> None:
     sys.argv += [f"--num-steps={WORKS[work].num_steps}"]
     sys.argv += ["--update-epochs=1", "--num-minibatches=1"]
     sys.argv += ["--total-timesteps=1000000000"]
-    with tempfile.TemporaryDirectory() as runs:
-        os.chdir(runs)  # For the event files.
-        runpy.run_path(str(path), run_name="__main__")
+    runpy.run_path(str(path), run_name="__main__")
 
 
 if __name__ == "__main__":

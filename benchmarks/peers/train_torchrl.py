@@ -12,7 +12,6 @@ need torchvision, for which the version of a CPU build of torch is not found.
 """
 
 import sys
-import tempfile
 from pathlib import Path
 
 import gymnasium as gym
@@ -59,7 +58,6 @@ def main(folder: str, work: str) -> None:
 
     utils.make_env = create_env
     print_updates(work)
-    runs = tempfile.TemporaryDirectory()
     sys.argv = [
         str(impala / "impala_single_node.py"),
         f"--config-path={impala}",
@@ -68,10 +66,9 @@ def main(folder: str, work: str) -> None:
         f"collector.frames_per_batch={WORKS[work].num_steps * FRAMES_PER_STEP}",
         f"loss.batch_size={WORKS[work].num_envs}",
         "logger.backend=null",
-        f"hydra.run.dir={runs.name}",
+        "hydra.run.dir=.",
     ]
-    with runs:
-        impala_single_node.main()
+    impala_single_node.main()
 
 
 if __name__ == "__main__":
