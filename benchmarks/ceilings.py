@@ -29,6 +29,7 @@ length and network decide what is learned: those it leaves as they are, unless
 """
 
 import argparse
+import contextlib
 import csv
 import importlib
 import json
@@ -220,7 +221,12 @@ def measure_transport(argv: list[str], part_s: float) -> dict[str, float]:
 def measure_whole(
     program: str, argv: list[str], whole_s: float, warm_up_s: float = WARM_UP_S
 ) -> dict[str, float]:
-    """Run a trainer for a while; return its rate after the warm-up, and peak memory."""
+    """Run a trainer for a while; return its rate after the warm-up, and what it took.
+
+    Returns:
+      Steps per second, microseconds of CPU time per step and peak PSS (both of the
+      whole process tree), and how busy each stage was.
+    """
     with tempfile.TemporaryDirectory() as savedir:
         child = subprocess.Popen(
             [sys.executable, "-m", program, "--savedir", savedir, "--xpid", "speed"]
@@ -229,8 +235,11 @@ def measure_whole(
             stdout=subprocess.DEVNULL,
         )
         peak, started = 0, None
+        cpu: list[tuple[float, float]] = []  # Once it is warm: time, CPU seconds.
         while child.poll() is None:
             peak = max(peak, tree_pss(child.pid))
+            if started and time.monotonic() - started > warm_up_s:
+                cpu.append((time.monotonic(), tree_cpu_s(child.pid)))
             time.sleep(1.0)
             if started is None and read_progress(Path(savedir)):
                 started = time.monotonic()
@@ -240,7 +249,7 @@ def measure_whole(
         child.wait()
         rows = read_progress(Path(savedir))
     warm = [row for row in rows if row["time_s"] >= warm_up_s]
-    if len(warm) < 2:
+    if len(warm) < 2 or len(cpu) < 2:
         raise RuntimeError(f"{program} ended with {child.returncode} after {rows[-1:]}")
     # The slope of a line through all rows: steps come in lumps, as many as a batch has.
     times, steps = ([row[key] for row in warm] for key in ("time_s", "step"))
@@ -249,7 +258,8 @@ def measure_whole(
         key: statistics.fmean(row[key] for row in warm if row[key] == row[key])
         for key in ("env_busy", "inference_busy", "learner_busy")
     }
-    return {"sps": sps, "peak_mb": peak / 2**20, **busy}
+    cores = (cpu[-1][1] - cpu[0][1]) / (cpu[-1][0] - cpu[0][0])
+    return {"sps": sps, "cpu_us": 1e6 * cores / sps, "peak_mb": peak / 2**20, **busy}
 
 
 def read_progress(savedir: Path) -> list[dict[str, float]]:
@@ -264,17 +274,31 @@ def read_progress(savedir: Path) -> list[dict[str, float]]:
         ]
 
 
+def tree(pid: int) -> list[psutil.Process]:
+    """Return a process and its descendants; nothing once it has ended."""
+    try:
+        return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
 def tree_pss(pid: int) -> int:
     total = 0
-    try:
-        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0
-    for process in processes:
-        try:
+    for process in tree(pid):
+        with contextlib.suppress(psutil.Error):  # It ended meanwhile.
             total += process.memory_full_info().pss
-        except psutil.Error:
-            continue  # It ended meanwhile.
+    return total
+
+
+def tree_cpu_s(pid: int) -> float:
+    """Return the CPU seconds, user and system, of a process tree so far.
+
+    Children that have ended count too, if their parent has waited for them.
+    """
+    total = 0.0
+    for process in tree(pid):
+        with contextlib.suppress(psutil.Error):
+            total += sum(process.cpu_times()[:4])  # Own two, then of ended children.
     return total
 
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train RLlib's IMPALA on Pong for a while; print "seconds steps" lines.
+"""Train RLlib's IMPALA on Pong until killed; print "seconds steps" lines.
 
-    python rllib_pong.py SECONDS
+    python rllib_pong.py pong
 
 Runs in RLlib's own environment; see README.md. One runner with 16 environments, batches
 of 640 steps, the network of Mnih et al. 2015, each sample used once.
 """
 
-import sys
 import time
 
 import ale_py
@@ -27,7 +26,7 @@ def create_env(_):
     return wrap_atari_for_new_api_stack(env, dim=84, framestack=None)
 
 
-def main(seconds: float) -> None:
+def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False)
     register_env("pong", create_env)
     config = (
@@ -61,7 +60,7 @@ def main(seconds: float) -> None:
     )
     algo = config.build_algo()
     begin = time.monotonic()
-    while time.monotonic() - begin < seconds:
+    while True:
         result = algo.train()
         learners = result.get("learners", {}).get("__all_modules__", {})
         trained = learners.get("num_env_steps_trained_lifetime", 0)
@@ -69,4 +68,4 @@ def main(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main()
