@@ -389,7 +389,7 @@ class Actor:
             row = self.buffers.row(index, t + 1)
             outputs |= self.net.distribution.draw(outputs["policy_logits"])
             for key in self.agent_keys:
-                map_nest(lambda to, x: np.copyto(to, x[0]), row[key], outputs[key])
+                map_nest(copy_output, row[key], outputs[key])
             row["policy_version"][...] = version
             began = time.monotonic()
             self.envs.step(row["action"], row)
@@ -405,6 +405,11 @@ class Actor:
             map_nest(lambda x: x.fill(0), row[key])
         self.envs.reset(row)
         self.started = True
+
+
+def copy_output(to: np.ndarray, output: torch.Tensor) -> None:
+    """Copy an output [1, E, ...] into a row [E, ...]."""
+    to[...] = output[0].numpy()
 
 
 def as_tensors(row: Nest) -> Nest:
