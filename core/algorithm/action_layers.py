@@ -79,7 +79,8 @@ class ActionFeatures(nn.Module):
     def forward(self, actions: Nest) -> torch.Tensor:
         if isinstance(self.space, gym.spaces.Discrete):
             first = int(self.space.start)
-            return F.one_hot(actions.flatten() - first, self.num_features)
+            actions = actions.flatten() - first if first else actions.flatten()
+            return F.one_hot(actions, self.num_features)
         actions = map_nest(lambda x: x.flatten(0, 1), actions)
         x = torch.cat(list(flat_features(self.space, actions)), dim=1)
         return (x - self.offset) / self.scale if self.is_scaled else x

@@ -250,7 +250,8 @@ class ActionDistribution:
             for part, (p,) in self._split(parameters)
         ]
         if self.is_discrete:
-            return {"action": drawn[0].squeeze(-1) + self._first}
+            action = drawn[0].squeeze(-1)
+            return {"action": action + self._first if self._first else action}
         sample = torch.cat([x.float() for x in drawn], dim=-1)
         return {"action": self._to_action(sample), "sample": sample}
 
