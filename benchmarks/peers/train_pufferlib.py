@@ -19,7 +19,7 @@ import pufferlib.vector
 import torch
 from pufferlib import pufferl
 from torch import nn
-from work import WORKS, make_env
+from work import WORKS, make_env, minatar_torso
 
 pufferl.ADVANTAGE_CUDA = False  # It only asks whether nvcc is installed.
 
@@ -56,15 +56,7 @@ class Policy(nn.Module):
         actions = envs.single_action_space
         num_outputs = actions.shape[0] if work == "halfcheetah" else actions.n
         if work == "minatar":
-            self.torso = nn.Sequential(
-                nn.Conv2d(shape[-1], 16, kernel_size=3),
-                nn.ReLU(),
-                nn.Flatten(),
-                nn.Linear(16 * 8 * 8, 256),
-                nn.ReLU(),
-                nn.Linear(256, 256),
-                nn.ReLU(),
-            )
+            self.torso = minatar_torso(shape[-1])
             self.policy = nn.Linear(256, num_outputs)
             self.value = nn.Linear(256, 1)
         else:

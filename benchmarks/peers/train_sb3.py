@@ -25,24 +25,15 @@ from stable_baselines3.common.vec_env import (
     VecFrameStack,
     VecNormalize,
 )
-from torch import nn
-from work import WORKS, make_env
+from work import WORKS, make_env, minatar_torso
 
 
-class SmallTorso(BaseFeaturesExtractor):
-    """A convolution and two linear layers, as TorchBeast has for MinAtar."""
+class MinatarTorso(BaseFeaturesExtractor):
+    """The network of the other systems for MinAtar."""
 
     def __init__(self, space: gym.Space):
         super().__init__(space, features_dim=256)
-        self.layers = nn.Sequential(
-            nn.Conv2d(space.shape[-1], 16, kernel_size=3),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(16 * 8 * 8, 256),
-            nn.ReLU(),
-            nn.Linear(256, 256),
-            nn.ReLU(),
-        )
+        self.layers = minatar_torso(space.shape[-1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x.movedim(-1, 1))  # [N, H, W, C] to [N, C, H, W]
@@ -89,7 +80,7 @@ def main(algorithm: str, work: str) -> None:
         settings |= {"n_epochs": 1, "batch_size": size.batch_size}
     if work == "minatar":
         settings["policy_kwargs"] = {
-            "features_extractor_class": SmallTorso,
+            "features_extractor_class": MinatarTorso,
             "net_arch": [],
         }
     model = {"a2c": A2C, "ppo": PPO}[algorithm](

@@ -2,11 +2,12 @@
 """The work that all systems do: environments, and the size of a batch.
 
 Imported by the scripts of the peers, each in its own virtual environment, so this
-needs Gymnasium alone, and minatar for MinAtar.
+needs Gymnasium alone, minatar for MinAtar, and torch in two functions.
 """
 
 import dataclasses
 import time
+from typing import Any
 
 import gymnasium as gym
 
@@ -52,6 +53,21 @@ def make_env(work: str) -> gym.Env:
             minatar.gym.register_envs()
         return gym.make("MinAtar/Breakout-v1")  # [10, 10, 4] bool
     return gym.make({"cartpole": "CartPole-v1", "halfcheetah": "HalfCheetah-v5"}[work])
+
+
+def minatar_torso(num_channels: int) -> Any:
+    """Return TorchBeast's network for MinAtar: [N, C, 10, 10] -> [N, 256]."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(num_channels, 16, kernel_size=3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 8 * 8, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+    )
 
 
 def print_updates(work: str) -> None:

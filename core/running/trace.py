@@ -54,7 +54,7 @@ class Trace:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Show the block in the trace."""
-        if self._path is None:  # record_function would take 10 us.
+        if self._profiler is None:  # record_function would take 10 us.
             yield
             return
         with self._lock:
