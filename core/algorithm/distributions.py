@@ -280,7 +280,7 @@ class ActionDistribution:
 
     def _split(self, *parameters: torch.Tensor) -> Iterator[tuple[Distribution, Any]]:
         """Yield each part with its own slice of each tensor of parameters."""
-        if len(self.parts) == 1:  # Such as Discrete: saves 5 us of each inference batch.
+        if len(self.parts) == 1:  # Such as Discrete. Saves 5 us in each inference.
             return iter([(self.parts[0], parameters)])
         sizes = [part.num_parameters for part in self.parts]
         return zip(self.parts, zip(*(p.split(sizes, -1) for p in parameters)))
