@@ -11,7 +11,7 @@ process, the learner, chooses all actions and learns. The actor pool between the
 core/algorithm.
 
      polybeast_env.py, many processes                  polybeast.py, one process
-    ┌──────────────────────┐  gRPC stream   ┌──────────────────────────────────────────┐
+    ┌──────────────────────┐     stream     ┌──────────────────────────────────────────┐
     │ K environments       │  Step[K]  ───► │ ActorPool ── rows ──► DynamicBatcher     │
     │                      │                │     │   ▲                  │             │
     │                      │  ◄── Action[K] │     │   └── actions ── inference threads │
