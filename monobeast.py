@@ -40,6 +40,7 @@ if __name__ == "__main__":
 
 import argparse
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import sys
@@ -232,7 +233,8 @@ class Net(nn.Module):
 
         def features(torso: nn.Module) -> torch.Tensor:
             device = rows["done"].device.type
-            with torch.autocast(device, torch.bfloat16, enabled=self.bfloat16):
+            autocast = torch.autocast(device, torch.bfloat16)
+            with autocast if self.bfloat16 else contextlib.nullcontext():
                 x = torso(observation).float()  # [T*B, features]
             return torch.cat([x, reward.view(T * B, 1), last_action], dim=1)
 

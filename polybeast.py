@@ -11,7 +11,7 @@ process, the learner, chooses all actions and learns. The actor pool between the
 core/algorithm.
 
      polybeast_env.py, many processes                  polybeast.py, one process
-    ┌──────────────────────┐  gRPC stream   ┌──────────────────────────────────────────┐
+    ┌──────────────────────┐     stream     ┌──────────────────────────────────────────┐
     │ K environments       │  Step[K]  ───► │ ActorPool ── rows ──► DynamicBatcher     │
     │                      │                │     │   ▲                  │             │
     │                      │  ◄── Action[K] │     │   └── actions ── inference threads │
@@ -298,7 +298,8 @@ class Net(nn.Module):
 
         def features(torso: nn.Module) -> torch.Tensor:
             device = rows["done"].device.type
-            with torch.autocast(device, torch.bfloat16, enabled=self.bfloat16):
+            autocast = torch.autocast(device, torch.bfloat16)
+            with autocast if self.bfloat16 else contextlib.nullcontext():
                 x = torso(observation).float()  # [T*B, features]
             return torch.cat([x, reward.view(T * B, 1), last_action], dim=1)
 
@@ -414,13 +415,21 @@ def inference(
     # Let the learner run first, if it is on the CPU and leaves a core free. If the
     # learner used all cores, this thread would hardly run at low priority. Only Linux
     # has priorities of threads.
-    on_cpu = flags.learner_device.startswith("cpu")
-    if on_cpu and flags.learner_cores < num_cores() and sys.platform == "linux":
+    learns_on_cpu = flags.learner_device.startswith("cpu")
+    if learns_on_cpu and flags.learner_cores < num_cores() and sys.platform == "linux":
         lower_priority()
     stream = create_stream(flags.actor_device, urgent=True)
     forward = net
     if flags.cuda_graphs and stream is not None:
         forward = Graphs(net, flags.actor_device, pad=True)
+
+    acts_on_cpu = flags.actor_device.startswith("cpu")
+
+    def copy_to(device: str, tensors: Any) -> Any:
+        if acts_on_cpu:
+            return tensors
+        return nest.map(lambda t: t.to(device, non_blocking=True), tensors)
+
     version = -1
     for batch in inference_batcher:
         with (
@@ -429,14 +438,8 @@ def inference(
         ):
             with in_stream(stream):
                 version = weights.fetch(net, version)
-                rows, agent_state = nest.map(
-                    lambda t: t.to(flags.actor_device, non_blocking=True),
-                    batch.get_inputs(),
-                )
-                outputs, agent_state = nest.map(
-                    lambda t: t.to("cpu", non_blocking=True),
-                    forward(rows, agent_state),
-                )
+                rows, agent_state = copy_to(flags.actor_device, batch.get_inputs())
+                outputs, agent_state = copy_to("cpu", forward(rows, agent_state))
             choose_actions(outputs, net.distribution, version)
             batch.set_outputs((outputs, agent_state))
 

@@ -2,6 +2,7 @@
 """What a step costs on its way from an environment to the learner, without learning.
 
     python -m benchmarks.transport
+    python -m benchmarks.transport --local
     python -m benchmarks.transport --scale
     python -m benchmarks.transport --tls
     python -m benchmarks.transport --frames
@@ -9,14 +10,17 @@
 
 A mock environment gives a constant observation of 28 KB (84x84x4 uint8), a mock agent a
 constant action. One environment server process, one learner process that runs the whole
-data path (actor pool, dynamic batching, rollouts, learner batches), a unix socket. In
-turns with it runs a bare echo: the same bytes as one gRPC message from a grpcio server
-as it comes, answered at once by a C++ client that looks at nothing
+data path (actor pool, dynamic batching, rollouts, learner batches), gRPC over a unix
+socket. In turns with it runs a bare echo: the same bytes as one gRPC message from a
+grpcio server as it comes, answered at once by a C++ client that looks at nothing
 (benchmarks/echo_client.cc). Both servers keep to one core, as those of polybeast_env do
 where there is one for each core; --roaming lets them move about.
 
 The table has environment steps per second, CPU time per step of both processes
 together, and the ratio of the rates; medians of `--repeats`. Raw figures: `--out`.
+
+With --local: the data path of a learner and servers on its machine, whose streams do
+without gRPC, and in turns with that over gRPC.
 
 With --scale: the data path alone, from 16 environments in one server process to 4,096
 in 64, 16 to a stream, and what a step costs the learner's process; rollouts of 5 steps,
@@ -59,6 +63,7 @@ import psutil
 
 from core.nests import Nest, map_nest
 from core.remote import tls
+from core.remote.addresses import STREAMS_SUFFIX
 from core.rollout import row_spec
 from core.running.machine import num_cores
 
@@ -285,6 +290,7 @@ def measure(
     servers: int = 1,
     T: int = T,
     tcp: bool = False,
+    local: bool = False,
     certs: Path | None = None,
     frames: str = "",
     num_bytes: int | str = "",
@@ -311,8 +317,12 @@ def measure(
             stack.enter_context(child(kind, core, address, *options))
             for address, core in zip(addresses, itertools.cycle(cores))
         ]
-        while not tcp and len(list(Path(folder).iterdir())) < servers:
+        sockets = [Path(folder, str(i)) for i in range(servers)]
+        while not tcp and not all(path.exists() for path in sockets):
             time.sleep(0.01)
+        if not local:  # Without this socket the learner takes gRPC's.
+            for path in sockets:
+                path.with_suffix(STREAMS_SUFFIX).unlink(missing_ok=True)
         if what == "data path":
             command = [sys.executable, "-m", "benchmarks.transport", "--run", "learn"]
             command += [",".join(addresses), str(K), str(streams), str(seconds), str(T)]
@@ -379,65 +389,45 @@ def free_port() -> int:
 
 def price_of_tls(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure TCP on this machine with and without TLS; print and return it."""
-    measured = []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tools.certs", "--hosts", "localhost", "--out"]
         subprocess.run([*command, folder], check=True, stdout=subprocess.DEVNULL)
-        print(f"{num_cores()} cores. us: CPU microseconds per step, learner + server.")
-        print(f"{'K':>3}{'streams':>8}{'plain/s':>10}{'us':>15}{'TLS/s':>10}{'us':>15}")
-        for K in flags.envs_per_stream:
-            for streams in flags.streams:
-                if K * streams > MAX_ENVS:
-                    continue
-                runs: dict[str, list[dict[str, float]]] = {"plain": [], "TLS": []}
-                for _ in range(flags.repeats):
-                    for what, results in runs.items():
-                        certs = Path(folder) if what == "TLS" else None
-                        results.append(
-                            measure(
-                                "data path",
-                                K,
-                                streams,
-                                flags.seconds,
-                                tcp=True,
-                                certs=certs,
-                                roaming=flags.roaming,
-                            )
-                        )
-                measured.append({"K": K, "streams": streams, **runs})
-                print(row_of(K, streams, runs), flush=True)
+        variants = {"plain": {"tcp": True}, "TLS": {"tcp": True, "certs": Path(folder)}}
+        return in_turns(flags, variants)
+
+
+def in_turns(
+    flags: argparse.Namespace, variants: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Measure with each variant's options of `measure`; print and return it."""
+    print(f"{num_cores()} cores. us: CPU microseconds per step, learner + server.")
+    heads = "".join(f"{name + '/s':>10}{'us':>15}" for name in variants)
+    print(f"{'K':>3}{'streams':>8}{heads}{'ratio':>8}")
+    measured = []
+    for K in flags.envs_per_stream:
+        for streams in flags.streams:
+            if K * streams > MAX_ENVS:
+                continue
+            runs: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+            for _ in range(flags.repeats):
+                for name, options in variants.items():
+                    options = {"what": "data path", "roaming": flags.roaming} | options
+                    runs[name].append(
+                        measure(K=K, streams=streams, seconds=flags.seconds, **options)
+                    )
+            measured.append({"K": K, "streams": streams, **runs})
+            print(row_of(K, streams, runs), flush=True)
     return measured
 
 
 def newest_frames(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure whole stacks and the newest frames alone; print and return it."""
-    measured = []
-    print(f"{num_cores()} cores. us: CPU microseconds per step, learner + server.")
-    print(f"{'K':>3}{'streams':>8}{'whole/s':>10}{'us':>15}{'newest/s':>10}{'us':>15}")
-    for K in flags.envs_per_stream:
-        for streams in flags.streams:
-            if K * streams > MAX_ENVS:
-                continue
-            runs: dict[str, list[dict[str, float]]] = {"whole": [], "newest": []}
-            for _ in range(flags.repeats):
-                for frames, results in runs.items():
-                    run = measure(
-                        "data path",
-                        K,
-                        streams,
-                        flags.seconds,
-                        tcp=True,
-                        frames=frames,
-                        roaming=flags.roaming,
-                    )
-                    results.append(run)
-            measured.append({"K": K, "streams": streams, **runs})
-            text = row_of(K, streams, runs)
-            for what in runs:
-                nbytes = statistics.median(run["bytes"] for run in runs[what])
-                text += f"{nbytes:9.0f} B"
-            print(text, flush=True)
-    return measured
+    return in_turns(flags, {name: {"tcp": True, "frames": name} for name in STACKS})
+
+
+def without_grpc(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure streams without gRPC and with it; print and return it."""
+    return in_turns(flags, {"local": {"local": True}, "gRPC": {}})
 
 
 def more_threads(flags: argparse.Namespace) -> list[dict[str, Any]]:
@@ -491,6 +481,7 @@ def main() -> None:
         "--envs_per_stream", type=int, nargs="+", default=[1, 4, 16, 64]
     )
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 2, 4, 16, 64))
+    parser.add_argument("--local", action="store_true", help="without gRPC instead")
     parser.add_argument("--scale", action="store_true", help="many servers instead")
     parser.add_argument("--tls", action="store_true", help="the price of TLS instead")
     parser.add_argument(
@@ -507,6 +498,8 @@ def main() -> None:
     what = against_echo
     if flags.scale:
         what = scale
+    elif flags.local:
+        what = without_grpc
     elif flags.tls:
         what = price_of_tls
     elif flags.frames:
@@ -523,42 +516,14 @@ def main() -> None:
 
 def against_echo(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure data path and echo in turns; print the table, return the figures."""
-    measured = []
     with tempfile.TemporaryDirectory() as folder:
-        echo_client = compile_echo_client(folder)
-        print(f"{num_cores()} cores. us: CPU microseconds per step, learner + server.")
-        print(
-            f"{'K':>3}{'streams':>8}{'steps/s':>10}{'us':>15}{'echo/s':>10}{'us':>15}"
-            f"{'ratio':>8}"
-        )
-        for K in flags.envs_per_stream:
-            for streams in flags.streams:
-                if K * streams > MAX_ENVS:
-                    continue
-                runs: dict[str, list[dict[str, float]]] = {"data path": [], "echo": []}
-                for _ in range(flags.repeats):
-                    for what, results in runs.items():
-                        results.append(
-                            measure(
-                                what,
-                                K,
-                                streams,
-                                flags.seconds,
-                                echo_client,
-                                roaming=flags.roaming,
-                            )
-                        )
-                measured.append({"K": K, "streams": streams, **runs})
-                ratio = rate(runs["data path"]) / rate(runs["echo"])
-                print(f"{row_of(K, streams, runs)}{ratio:8.2f}", flush=True)
-    return measured
-
-
-def rate(runs: list[dict[str, float]]) -> float:
-    return statistics.median(run["sps"] for run in runs)
+        echo = {"what": "echo", "echo_client": compile_echo_client(folder)}
+        return in_turns(flags, {"data path": {}, "echo": echo})
 
 
 def row_of(K: int, streams: int, runs: dict[str, list[dict[str, float]]]) -> str:
+    """Return a line of the table. The ratio is the first variant's rate to the last."""
+
     def median(what: str, key: str) -> float:
         return statistics.median(run[key] for run in runs[what])
 
@@ -567,6 +532,10 @@ def row_of(K: int, streams: int, runs: dict[str, list[dict[str, float]]]) -> str
         learner, server = median(what, "client_us"), median(what, "server_us")
         cost = f"{learner:.0f} + {server:.0f}"
         text += f"{median(what, 'sps'):10.0f}{cost:>15}"
+    first, *_, last = runs
+    text += f"{median(first, 'sps') / median(last, 'sps'):8.2f}"
+    if "bytes" in runs[first][0]:
+        text += "".join(f"{median(what, 'bytes'):9.0f} B" for what in runs)
     return text
 
 

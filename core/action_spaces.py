@@ -30,7 +30,7 @@ from core.nests import Nest, leaves
 from core.rollout import leaf_spaces, text_of, wrong_bounds
 
 ACTION_MASK = "action_mask"  # Key of a Dict observation.
-MAX_CATEGORIES = 2**24  # The limit of torch.multinomial.
+MAX_CATEGORIES = 2**24  # A `sample` is float32, which has all integers up to here.
 
 
 def check_spaces(observation_space: gym.Space, action_space: gym.Space) -> None:

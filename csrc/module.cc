@@ -28,6 +28,7 @@
 #include "py_memory.h"
 #include "py_nest.h"
 #include "transport_grpc.h"
+#include "transport_local.h"
 #include "wire.h"
 
 namespace py = pybind11;
@@ -134,7 +135,9 @@ std::shared_ptr<ActorPool> make_actor_pool(
   // the GIL.
   const auto pool = std::make_shared<ActorPool>(
       std::move(options),
-      make_grpc_transport(num_threads, keepalive_s, to_tls(std::move(tls))));
+      make_local_transport(num_threads,
+                           make_grpc_transport(num_threads, keepalive_s,
+                                               to_tls(std::move(tls)))));
   std::erase_if(pools(), [](const auto& weak) { return weak.expired(); });
   pools().push_back(pool);
   return pool;

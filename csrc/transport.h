@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The interface between the actor pool and a network. transport_grpc.h is the
-// implementation over gRPC; tests/fake_servers.h is one for tests.
+// implementation over gRPC, transport_local.h the one for servers on this
+// machine; tests/fake_servers.h is one for tests.
 
 #pragma once
 

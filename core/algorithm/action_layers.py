@@ -6,7 +6,6 @@ import math
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from core.algorithm.distributions import ActionDistribution, box_units
@@ -57,11 +56,16 @@ class ActionFeatures(nn.Module):
 
     offset: torch.Tensor
     scale: torch.Tensor
+    categories: torch.Tensor
 
     def __init__(self, space: gym.Space):
         super().__init__()
         self.space = space
         self.num_features = gym.spaces.flatdim(space)
+        if isinstance(space, gym.spaces.Discrete):
+            categories = torch.arange(space.n) + int(space.start)
+            self.register_buffer("categories", categories, persistent=False)
+            return
         offset, scale = np.zeros(self.num_features), np.ones(self.num_features)
         begin = 0
         for _, leaf in leaves(leaf_spaces(space)):
@@ -78,9 +82,7 @@ class ActionFeatures(nn.Module):
 
     def forward(self, actions: Nest) -> torch.Tensor:
         if isinstance(self.space, gym.spaces.Discrete):
-            first = int(self.space.start)
-            actions = actions.flatten() - first if first else actions.flatten()
-            return F.one_hot(actions, self.num_features)
+            return (actions.reshape(-1, 1) == self.categories).float()
         actions = map_nest(lambda x: x.flatten(0, 1), actions)
         x = torch.cat(list(flat_features(self.space, actions)), dim=1)
         return (x - self.offset) / self.scale if self.is_scaled else x

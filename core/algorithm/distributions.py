@@ -81,14 +81,13 @@ class Categorical:
         self.num_parameters = n
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        probabilities = F.softmax(logits, dim=-1)
-        try:
-            flat = torch.multinomial(probabilities.flatten(0, -2), num_samples=1)
-        except RuntimeError as error:
-            if torch.isfinite(probabilities).all():
-                raise
-            raise _not_finite() from error
-        return flat.view(*logits.shape[:-1], 1)
+        # The Gumbel-max trick: with noise E ~ Exp(1), the largest of logits - log(E) is
+        # at index i with the probability softmax(logits)[i].
+        noise = torch.empty_like(logits).exponential_().log_()
+        best, index = (logits - noise).max(-1, keepdim=True)
+        if not math.isfinite(best.sum()):
+            raise _not_finite()
+        return index
 
     def mode(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(-1, keepdim=True)

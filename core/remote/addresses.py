@@ -19,7 +19,10 @@ from core.remote import tls
 log = logging.getLogger(__name__)
 
 LOCK_S = 10.0  # Time for other servers to start in the same folder.
-UNIX_PATH_NBYTES = 107  # Limit of Linux's sockaddr_un; other systems allow less.
+# A server at unix:PATH has its local streams (local_streams.py) at PATH.s.
+STREAMS_SUFFIX = ".s"
+# Limit of Linux's sockaddr_un, without the suffix; other systems allow less.
+UNIX_PATH_NBYTES = 107 - len(STREAMS_SUFFIX)
 DEFAULT_ADDRESS = "unix:/tmp/polybeast"  # As in TorchBeast.
 
 
@@ -99,8 +102,8 @@ def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
     nbytes = len(os.fsencode(path))
     if nbytes > UNIX_PATH_NBYTES:
         raise ConfigError(
-            f"the socket path {path} has {nbytes} bytes, but the system takes at most "
-            f"{UNIX_PATH_NBYTES}. Choose a shorter one."
+            f"the socket path {path} has {nbytes} bytes, but a server's may have at "
+            f"most {UNIX_PATH_NBYTES}. Choose a shorter one."
         )
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):

@@ -14,7 +14,7 @@ import queue
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -24,6 +24,7 @@ from core.errors import ConfigError
 from core.remote import codec, messages, tls
 from core.remote.addresses import (
     DEFAULT_ADDRESS,
+    STREAMS_SUFFIX,
     check_address,
     claim_address,
     reason_not_bound,
@@ -31,6 +32,7 @@ from core.remote.addresses import (
 )
 from core.remote.grpc_settings import grpc, server_options
 from core.remote.health import Health
+from core.remote.local_streams import LocalStreams
 from core.remote.messages import Hello
 from core.remote.places import Places
 from core.remote.service import ServerOptions, Service, WrongProtocol
@@ -73,6 +75,7 @@ class Server:
         self.health = Health()
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._server: grpc.Server | None = None
+        self._local: LocalStreams | None = None
         self._service: Service | None = None
 
     def start(self) -> str:
@@ -94,12 +97,12 @@ class Server:
             raise ConfigError(str(error)) from error
         # Threads for streams with a place, and for as many that have sent no Hello.
         num_threads = 2 * options.num_streams + SPARE_THREADS
-        action_nbytes = len(self._service.action_frame())
+        max_received_nbytes = HEADERS_NBYTES + len(self._service.action_frame())
         self._server = grpc.server(
             futures.ThreadPoolExecutor(num_threads, "stream"),
             options=server_options(
                 keepalive_s=options.keepalive_s,
-                max_received_nbytes=HEADERS_NBYTES + action_nbytes,
+                max_received_nbytes=max_received_nbytes,
                 max_streams=options.num_streams + SPARE_THREADS,
             ),
         )
@@ -109,16 +112,24 @@ class Server:
         }
         service = grpc.method_handlers_generic_handler("torchbeast.EnvServer", handlers)
         self._server.add_generic_rpc_handlers((service, self.health.handler()))
-        self._listen(credentials)
+        self._listen(credentials, max_received_nbytes)
         _serving.add(self)
         return self.address
 
-    def _listen(self, credentials: grpc.ServerCredentials | None) -> None:
+    def _listen(
+        self, credentials: grpc.ServerCredentials | None, max_received_nbytes: int
+    ) -> None:
         assert self._server is not None
         is_unix = self.address.startswith("unix:")
         with claim_address(self.address):
             umask = os.umask(0o177) if is_unix else None  # Only this user may connect.
             try:
+                if is_unix:  # First: a learner that finds no such socket takes gRPC's.
+                    self._local = LocalStreams(
+                        self.address.removeprefix("unix:") + STREAMS_SUFFIX,
+                        self._stream,
+                        max_nbytes=max_received_nbytes,
+                    )
                 if credentials is None:
                     port = self._server.add_insecure_port(self.address)
                 else:
@@ -141,7 +152,10 @@ class Server:
         self.health.stop_serving()
         # Streams in a step finish the step and say goodbye. Streams that wait for an
         # action end after GRACE_S.
-        self._server.stop(GRACE_S).wait()
+        stopped = self._server.stop(GRACE_S)
+        if self._local is not None:
+            self._local.stop(GRACE_S)
+        stopped.wait()
 
     def stop(self, reason: str = "the server was stopped") -> None:
         """Make `run` return soon. May be called twice, and by a signal handler."""
@@ -154,9 +168,11 @@ class Server:
         ca, cert, key = pem_files
         return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
 
-    # gRPC calls these in threads of its pool.
+    # gRPC calls these in threads of its pool, and LocalStreams calls the first one.
 
-    def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def _stream(
+        self, requests: Iterator[bytes], context: Any
+    ) -> Generator[bytes, None, None]:
         assert self._service is not None
         return Stream(self._service, self.places, requests, context).serve()
 
@@ -185,7 +201,7 @@ def _close_sockets() -> None:
             if isinstance(place, tuple):  # Over TCP: host and port.
                 is_own = any(a.endswith(f":{place[1]}") for a in own)
             else:
-                is_own = f"unix:{place}" in own
+                is_own = f"unix:{place}".removesuffix(STREAMS_SUFFIX) in own
             if is_own:
                 os.close(fd)
 

@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ class Stream:
     """One stream.
 
     Args:
-      requests: gRPC's iterator over the learner's messages.
-      context: gRPC's context of this call.
+      requests: gRPC's iterator over the learner's messages, or `Call.requests`.
+      context: gRPC's context of this call, or a `local_streams.Call`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Stream:
         self._requests = requests
         self._context = context
 
-    def serve(self) -> Iterator[bytes]:
+    def serve(self) -> Generator[bytes, None, None]:
         """Yield the messages to send, until the stream ends."""
         self._who = self._context.peer()  # For log lines. Has more after the Hello.
         try:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import ConfigError, Exit
+from core.remote.addresses import STREAMS_SUFFIX
 from core.running import terminal
 from core.running.machine import (
     be_killed_first_for_memory,
@@ -279,8 +280,10 @@ class Servers:
             # A killed server may have created its socket before it could report this.
             is_ours = slot.has_listened or self._flags.remove_folder
             if slot.address.startswith("unix:") and is_ours:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(slot.address.removeprefix("unix:"))
+                path = slot.address.removeprefix("unix:")
+                for file in path, path + STREAMS_SUFFIX:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(file)
         if self._flags.remove_folder:
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.dirname(self.slots[0].address.removeprefix("unix:")))

@@ -228,11 +228,6 @@ def test_parameters_that_are_not_finite_are_refused(name, number):
         distribution.draw(parameters)
 
 
-def test_another_error_of_sampling_is_not_called_so():
-    with pytest.raises(RuntimeError, match="number of categories"):
-        Categorical(2**24 + 1).sample(torch.zeros(1, 2**24 + 1))
-
-
 @pytest.mark.parametrize(
     "space, words",
     [

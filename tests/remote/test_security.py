@@ -205,7 +205,7 @@ def is_loopback(address: tuple[str, int]) -> bool:
 
 def test_a_polybeast_run_listens_at_unix_sockets_only(polybeast_run):
     assert polybeast_run.listeners == []
-    assert len(polybeast_run.modes) == 2
+    assert len(polybeast_run.modes) == 4  # Of two servers, for gRPC and for streams.
 
 
 def test_a_monobeast_run_listens_nowhere(tmp_path):
