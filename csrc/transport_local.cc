@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Lock order: LocalTransport::mu_, then Poller::mu_. No thread holds one of
-// them together with LocalStream::mu_, or calls StreamEvents with any lock.
+// No thread holds two of the locks here, or calls StreamEvents with a lock.
 
 #include "transport_local.h"
 
@@ -17,6 +16,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -36,6 +36,7 @@ namespace {
 constexpr size_t kHeaderBytes = 4;
 // A shorter message comes with its header in one system call.
 constexpr size_t kReadBytes = 64 << 10;
+constexpr auto kPollAgain = std::chrono::milliseconds(10);
 
 #ifdef MSG_NOSIGNAL
 constexpr int kSendFlags = MSG_DONTWAIT | MSG_NOSIGNAL;
@@ -171,7 +172,7 @@ bool LocalStream::send(std::string message) {
 }
 
 // Sends what the socket takes. Returns whether nothing is left. After an error
-// nothing is: the Poller's read() meets the same error and ends the stream.
+// nothing is: the Poller's read() ends the stream.
 bool LocalStream::flush_locked() {
   while (!to_send_.empty()) {
     const std::string& first = to_send_.front();
@@ -180,6 +181,7 @@ bool LocalStream::flush_locked() {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
     if (count < 0) {
+      ::shutdown(open_fd_, SHUT_RDWR);  // Or read() might not meet an error.
       to_send_.clear();
       sent_ = 0;
       return true;
@@ -221,7 +223,8 @@ void LocalStream::read(std::vector<char>& scratch) {
     return;
   }
   if (reads_reason_ && count <= 0) {
-    end_ = End{printable(reason_, kMaxTextBytes)};
+    end_ = End{reason_.empty() ? "the server ended the stream"
+                               : printable(reason_, kMaxTextBytes)};
   } else if (count < 0) {
     end_ = End{error_text("the connection broke", errno)};
   } else if (count == 0) {
@@ -312,10 +315,9 @@ class Poller {
   void add(std::shared_ptr<LocalStream> stream) {
     {
       std::lock_guard lock(mu_);
-      if (stopping_) stream->cancel();
       added_.push_back(std::move(stream));
     }
-    wake();
+    wake();  // If the Poller is stopping, it cancels the stream.
   }
 
   void wake() {
@@ -353,7 +355,11 @@ void Poller::run() {
   while (adopt()) {
     fds.assign(1, {wake_[0], POLLIN, 0});
     for (const auto& stream : streams_) fds.push_back(stream->wants());
-    if (::poll(fds.data(), fds.size(), -1) < 0) continue;  // EINTR.
+    if (::poll(fds.data(), fds.size(), -1) < 0) {
+      if (errno != EINTR)
+        std::this_thread::sleep_for(kPollAgain);  // No memory.
+      continue;
+    }
     if (fds[0].revents) {
       while (::read(wake_[0], scratch.data(), scratch.size()) > 0) {
       }

@@ -110,6 +110,18 @@ def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
         raise ConfigError(
             f"cannot listen at {address}: there is no folder {folder}. Create it."
         )
+    for name in path, path + STREAMS_SUFFIX:
+        _check_unused(name)
+
+
+def _check_unused(path: str) -> None:
+    """Check that nothing is at the path of a unix socket but the file of a dead server.
+
+    Raises:
+      ConfigError: there is something else, or the folder does not let us write.
+    """
+    address = f"unix:{path}"
+    folder = os.path.dirname(path) or "."
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

@@ -192,6 +192,7 @@ class Server:
 def _close_sockets() -> None:
     """Close the servers' sockets, listening and connected, in a forked child."""
     own = {server.address for server in _serving}
+    own |= {address + STREAMS_SUFFIX for address in own}
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         fd = int(name)
         # OSError: not a socket, or the descriptor of the folder that is listed here.
@@ -201,7 +202,7 @@ def _close_sockets() -> None:
             if isinstance(place, tuple):  # Over TCP: host and port.
                 is_own = any(a.endswith(f":{place[1]}") for a in own)
             else:
-                is_own = f"unix:{place}".removesuffix(STREAMS_SUFFIX) in own
+                is_own = f"unix:{place}" in own
             if is_own:
                 os.close(fd)
 

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -94,7 +93,7 @@ class LocalStreams:
     """Serves streams at a unix socket, each in a thread of its own.
 
     Args:
-      path: of the socket. The socket of a dead server is replaced.
+      path: of the socket. It is replaced; `check_address` has found nobody there.
       serve: called with a stream's requests and its `Call`; yields the answers.
       max_nbytes: limit for a received message.
 
@@ -116,12 +115,11 @@ class LocalStreams:
         # Guarded by _lock:
         self._calls: dict[threading.Thread, Call] = {}
         self._is_stopping = False
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise ConfigError(f"cannot listen at {path}: that file is not a socket")
-            os.unlink(path)  # Of a server that was killed.
         self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.settimeout(None)  # An environment may have set a default.
         try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # Of a server that was killed.
             self._listener.bind(path)
             self._listener.listen(BACKLOG)
         except OSError as error:
@@ -134,6 +132,9 @@ class LocalStreams:
         with self._lock:
             self._is_stopping = True
             calls = dict(self._calls)
+        # First, since another server may take the path from now on.
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
         with contextlib.suppress(OSError):  # Not on Linux.
             self._listener.shutdown(socket.SHUT_RDWR)  # Ends _accept.
         self._listener.close()
@@ -141,8 +142,6 @@ class LocalStreams:
             thread.join(max(0.0, deadline - time.monotonic()))
         for call in calls.values():
             call.cancel()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
 
     def _accept(self) -> None:
         while True:
@@ -154,8 +153,12 @@ class LocalStreams:
                 log.warning("Cannot accept a stream at %s: %s", self._path, error)
                 time.sleep(ACCEPT_AGAIN_S)  # Until descriptors are free.
                 continue
+            connection.settimeout(None)
             call = Call(connection, self._max_nbytes)
-            thread = threading.Thread(target=self._run, args=(call,), name="stream")
+            # No daemon: the process waits until the environments are closed.
+            thread = threading.Thread(
+                target=self._run, args=(call,), name="stream", daemon=False
+            )
             with self._lock:
                 if self._is_stopping:
                     connection.close()

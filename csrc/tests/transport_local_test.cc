@@ -98,7 +98,7 @@ class Server {
     (folder_ + "/env.s").copy(address.sun_path, sizeof(address.sun_path) - 1);
     CHECK_EQ(
         ::bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-    CHECK_EQ(::listen(fd_, 16), 0);
+    CHECK_EQ(::listen(fd_, 64), 0);  // More than any test connects at once.
   }
   ~Server() {
     stop_listening();
@@ -343,6 +343,7 @@ TEST(shutdown_ends_all_streams_whatever_they_do) {
   auto sender = background([&] {
     while (!ends) {
       for (const auto& stream : streams) stream->send("action");
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   });
   wait_until([&] {

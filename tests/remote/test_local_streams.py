@@ -10,14 +10,18 @@ import logging
 import os
 import random
 import socket
+import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import libtorchbeast
+from core.errors import ConfigError
 from core.nests import map_nest
 from core.remote import codec, env_server, local_streams, messages, places
 from core.remote.messages import Failure, ToLearner
@@ -26,6 +30,7 @@ from tests import counting_env
 from tests.env_client import EnvClient, Goodbye, RawStream, ServerFailure, play
 
 DEADLINE_S = 60.0
+ROOT = Path(__file__).parents[2]
 
 
 class LocalStream(RawStream):
@@ -207,6 +212,64 @@ def test_streams_that_wait_end_with_their_server(serve):
     with LocalClient(server.address) as waiting, LocalStream(server.address) as silent:
         server.stop()
         assert waiting.reason() == silent.reason() == ""
+
+
+SLOW_TO_CLOSE = """
+import sys, threading, time
+from core.remote import env_server
+from tests import counting_env
+
+def make():
+    env = counting_env.make()
+    def close():
+        time.sleep(0.3)
+        print("closed", flush=True)
+    env.close = close
+    return env
+
+server = env_server.Server(make, sys.argv[1])
+server.start()
+print("serving", flush=True)
+threading.Timer(0, lambda: (sys.stdin.read(), server.stop())).start()
+server.run()
+"""
+
+
+def test_a_server_ends_after_its_environments_are_closed(tmp_path):
+    with tempfile.TemporaryDirectory(prefix="tb") as folder:
+        address = f"unix:{folder}/s"
+        with subprocess.Popen(
+            [sys.executable, "-c", SLOW_TO_CLOSE, address],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout.readline() == "closed\n"  # To read the spaces.
+            assert process.stdout.readline() == "serving\n"
+            with LocalClient(address):
+                output, _ = process.communicate(timeout=DEADLINE_S)
+        assert output == "closed\n"
+
+
+def test_a_default_timeout_does_not_end_streams(serve):
+    socket.setdefaulttimeout(0.05)
+    try:
+        address = serve().address
+        time.sleep(0.2)
+        with LocalClient(address) as client:
+            time.sleep(0.2)
+            client.step(0)
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_a_live_servers_socket_is_left_alone(serve):
+    address = serve().address
+    with pytest.raises(ConfigError, match="is in use: a live server listens there"):
+        env_server.Server(counting_env.make, address + ".s").start()
+    with LocalClient(address) as client:
+        client.step(0)
 
 
 def test_a_stream_in_a_step_says_goodbye(serve, monkeypatch):
