@@ -297,9 +297,10 @@ class Net(nn.Module):
         last_action = self.action_features(rows["last_action"])
 
         def features(torso: nn.Module) -> torch.Tensor:
-            device = rows["done"].device.type
-            autocast = torch.autocast(device, torch.bfloat16)
-            with autocast if self.bfloat16 else contextlib.nullcontext():
+            precision = contextlib.nullcontext()
+            if self.bfloat16:
+                precision = torch.autocast(rows["done"].device.type, torch.bfloat16)
+            with precision:
                 x = torso(observation).float()  # [T*B, features]
             return torch.cat([x, reward.view(T * B, 1), last_action], dim=1)
 

@@ -65,12 +65,15 @@ class RawStream:
           StopIteration: the stream ended.
           grpc.RpcError: it ended in an error.
         """
-        message = codec.decode(ToLearner, next(self.call)).value
+        message = codec.decode(ToLearner, self._receive_bytes()).value
         if isinstance(message, Failure):
             raise ServerFailure(message)
         if isinstance(message, messages.Goodbye):
             raise Goodbye(message.reason)
         return message
+
+    def _receive_bytes(self) -> bytes:
+        return next(self.call)
 
     def close(self) -> None:
         self._requests.put(None)
