@@ -424,10 +424,8 @@ def inference(
     if flags.cuda_graphs and stream is not None:
         forward = Graphs(net, flags.actor_device, pad=True)
 
-    acts_on_cpu = flags.actor_device.startswith("cpu")
-
     def copy_to(device: str, tensors: Any) -> Any:
-        if acts_on_cpu:
+        if flags.actor_device.startswith("cpu"):
             return tensors
         return nest.map(lambda t: t.to(device, non_blocking=True), tensors)
 
