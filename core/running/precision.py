@@ -68,10 +68,12 @@ def best_precision(
 ) -> tuple[str, str]:
     """Return the format that suits a new run, and the reason."""
     observation_space, _ = split_mask(observation_space)
-    torso = TORSOS[model_for(observation_space) if model == "auto" else model]
-    if not issubclass(torso, ImageTorso):
+    if model == "auto":
+        model = model_for(observation_space)
+    # A fork's own torso is not known here: it is taken for the one it stands in for.
+    if not issubclass(TORSOS[model], ImageTorso):
         return "float32", (
-            f"{torso.__name__} has no convolutions, and bfloat16 would round the "
+            f"--model {model} has no convolutions, and bfloat16 would round the "
             "numbers that it reads"
         )
     names = []
@@ -80,7 +82,7 @@ def best_precision(
         if name is None:
             return "float32", f"{device} has no bfloat16 instructions"
         names.append(f"{device} has {name}")
-    return "bfloat16", f"{torso.__name__} is faster with it, {' and '.join(names)}"
+    return "bfloat16", f"--model {model} is faster with it, {' and '.join(names)}"
 
 
 def bfloat16_unit(device: str) -> str | None:

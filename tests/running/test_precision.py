@@ -107,7 +107,7 @@ def test_a_run_keeps_its_precision_on_any_processor(tmp_path, cpu, caplog):
     caplog.set_level(logging.INFO)
     cpu(" avx512_bf16")
     assert settle(tmp_path) == "bfloat16"
-    assert "--precision auto takes bfloat16: ShallowTorso is faster" in caplog.text
+    assert "--precision auto takes bfloat16: --model shallow is faster" in caplog.text
     cpu("")
     assert settle(tmp_path) == "bfloat16"
     assert "bfloat16: the run has used it before" in caplog.text
