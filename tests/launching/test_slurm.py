@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/slurm/train.sbatch under a real Slurm: trained, preempted, trained to the end.
 
-Seen red: without `scontrol requeue` the job fails, and does not come back.
+Seen red: without `scontrol requeue` the job fails, and does not come back; without
+torchrun's --max_restarts it fails when a learner is killed.
 """
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import wait_until
@@ -13,7 +15,8 @@ from tests.launching.slurm import require_slurm, running_slurm
 from tests.trainers.test_training import log_rows
 from tools import certs
 
-STEPS = 60_000
+STEPS = 200_000
+END_S = 180.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,44 +27,71 @@ def slurm(tmp_path_factory):
         yield cluster
 
 
-@pytest.mark.slow
-def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path):
-    run_dir = tmp_path / "runs" / "x"
-    csv = run_dir / "logs.csv"
-    output = tmp_path / "output.txt"
-    assert certs.main(["--hosts", "servers", "--out", str(tmp_path / "certs")]) == 0
-    flags = f"--savedir {run_dir.parent} --total_steps {STEPS} --log_interval_s 1"
+def submit(slurm, folder, nodes):
+    """Run the one command that is documented, on nodes of this size; return the job."""
+    assert certs.main(["--hosts", "servers", "--out", str(folder / "certs")]) == 0
+    flags = f"--savedir {folder} --total_steps {STEPS} --log_interval_s 1"
+    flags += " --checkpoint_interval_s 2"
     settings = {
         "XPID": "x",
         "ENV_FLAGS": "--env Catch",
         "LEARNER_FLAGS": f"{flags} --batch_size 16 --learning_rate 0.002",
         "SERVER_JOBS": "2",
-        "SERVERS_PER_JOB": "1",
-        "SERVER_OPTIONS": f"--output={tmp_path}/servers-%a.txt",
-        "CERTS": str(tmp_path / "certs"),
+        "SERVERS_PER_JOB": str(nodes),  # One for each learner.
+        "SERVER_OPTIONS": f"--output={folder}/servers-%a.txt",
+        "CERTS": str(folder / "certs"),
     }
-    # The one command that is documented, on a node of this size.
-    size = ["--cpus-per-task=1", f"--output={output}"]
+    size = [f"--nodes={nodes}", "--cpus-per-task=1", f"--output={folder}/output.txt"]
     train = ["sbatch", "--parsable", *size, "tools/slurm/train.sbatch"]
     job = slurm.run(*train, env=settings, cwd=ROOT)
-
+    csv = folder / "x" / "logs.csv"
     wait_until(lambda: csv.exists() and csv.read_text().count("\n") > 2)
+    return job
+
+
+def assert_finished(slurm, folder, job):
+    """Wait for the job's end; it has learned, and each row of its log is there once."""
+    wait_until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), END_S)
+    assert slurm.state(job) == "COMPLETED"
+    rows = log_rows(folder / "x")
+    steps = [int(row["step"]) for row in rows]
+    assert steps == sorted({*steps})
+    assert steps[-1] >= STEPS
+    assert float(rows[-1]["mean_episode_return"]) > 0.8  # Random play: -0.6.
+    assert "goes on from step" in (folder / "output.txt").read_text()
+    assert slurm.run("squeue", "-h") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path, nodes):
+    job = submit(slurm, tmp_path, nodes)
     slurm.run(
         "sbatch",
         "--partition=high",
         "--exclusive",
+        f"--nodelist={slurm.describe(job)['NodeList']}",
         "--output=/dev/null",
         "--wrap",
         "true",
     )
     wait_until(lambda: slurm.describe(job)["Restarts"] == "1")
-    assert "Stopped by SIGTERM" in output.read_text()
-    wait_until(lambda: slurm.state(job) == "COMPLETED")
+    assert "Stopped by SIGTERM" in (tmp_path / "output.txt").read_text()
+    assert_finished(slurm, tmp_path, job)
 
-    rows = log_rows(run_dir)
-    steps = [int(row["step"]) for row in rows]
-    assert steps == sorted({*steps})
-    assert steps[-1] >= STEPS
-    assert float(rows[-1]["mean_episode_return"]) > 0.8  # Random play: -0.6.
-    assert "goes on from step" in output.read_text()
-    assert slurm.run("squeue", "-h") == ""
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_killed_learner_makes_all_nodes_start_theirs_again(slurm, tmp_path, rank):
+    job = submit(slurm, tmp_path, nodes=2)
+    wait_until(lambda: list(tmp_path.glob("x/checkpoints/*")))
+    (learner,) = [
+        process
+        for process in psutil.process_iter()
+        if "polybeast" in process.cmdline()
+        and process.environ().get("RANK") == rank
+        and process.environ().get("SLURM_JOB_ID") == job
+    ]
+    learner.kill()
+    assert_finished(slurm, tmp_path, job)
+    assert slurm.describe(job)["Restarts"] == "0"

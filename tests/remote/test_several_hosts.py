@@ -7,43 +7,23 @@ play other actions than they are told, and with a Hosts that does not clean up.
 
 import importlib.util
 import os
-import shutil
 import subprocess
 
 import psutil
 import pytest
 
 from examples import several_hosts
+from tests import namespaces
 from tests.conftest import wait_until
+from tests.namespaces import ip
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_namespaces():
-    if shutil.which("ip") is None:
-        pytest.skip("needs the program ip (Debian: apt install iproute2)")
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to make network namespaces")
-    name = f"torchbeast-{os.getpid()}-probe"
-    try:
-        ip("netns", "add", name)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"may not make network namespaces: {error.stderr.strip()}")
-    try:
-        ip("netns", "exec", name, "true")
-        ip("-n", name, *"link add cable0 type veth peer name cable1".split())
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"may not use network namespaces: {error.stderr.strip()}")
-    finally:
-        ip("netns", "delete", name)
+    namespaces.require()
 
 
-def ip(*args):
-    return subprocess.run(
-        ["ip", *args], check=True, capture_output=True, text=True
-    ).stdout
-
-
-def namespaces():
+def left_over():
     return [n for n in ip("netns", "list").split() if f"torchbeast-{os.getpid()}" in n]
 
 
@@ -76,7 +56,7 @@ def test_training_goes_on_while_a_host_is_cut_off_and_the_host_comes_back(tmp_pa
     assert last.streams == 2 * several_hosts.STREAMS_PER_HOST
     assert min(last.received) >= several_hosts.ROWS_BYTES
     assert last.mean_return >= 0.95
-    assert namespaces() == []
+    assert left_over() == []
     assert none_runs(running)
 
 
@@ -95,7 +75,7 @@ def test_a_failure_leaves_no_namespace_and_no_process():
     with pytest.raises(ZeroDivisionError):
         fail()
     assert len(running) == 3
-    assert namespaces() == []
+    assert left_over() == []
     wait_until(lambda: none_runs(running))  # The child hears of the parent's end.
 
 
@@ -105,6 +85,6 @@ def test_hosts_that_cannot_be_made_leave_no_namespace():
     try:
         with pytest.raises(subprocess.CalledProcessError), hosts:
             pass
-        assert namespaces() == [hosts.envs[1]]
+        assert left_over() == [hosts.envs[1]]
     finally:
         ip("netns", "delete", hosts.envs[1])

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts that network namespaces play, for tests as root on Linux."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+
+def ip(*args: str) -> str:
+    return subprocess.run(
+        ["ip", *args], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def require() -> None:
+    """Skip the test where no namespaces can be made."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the program ip (Debian: apt install iproute2)")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    name = f"torchbeast-{os.getpid()}-probe"
+    try:
+        ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"may not make network namespaces: {error.stderr.strip()}")
+    try:
+        ip("netns", "exec", name, "true")
+        ip("-n", name, *"link add cable0 type veth peer name cable1".split())
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"may not use network namespaces: {error.stderr.strip()}")
+    finally:
+        ip("netns", "delete", name)
+
+
+class Hosts:
+    """Two hosts with a cable between them, that know each other's names.
+
+    Each has its own network, hostname and /etc/hosts. A context manager.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path):
+        self._spaces = {name: f"torchbeast-{os.getpid()}-{name}" for name in names}
+        self._etc_hosts = folder / "hosts"
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Hosts":
+        addresses = {name: f"10.78.0.{i}" for i, name in enumerate(self._spaces, 1)}
+        lines = ["127.0.0.1 localhost", *(f"{a} {n}" for n, a in addresses.items())]
+        self._etc_hosts.write_text("\n".join(lines) + "\n")
+        with contextlib.ExitStack() as stack:
+            for space in self._spaces.values():
+                ip("netns", "add", space)
+                stack.callback(ip, "netns", "delete", space)
+            one, other = self._spaces.values()
+            cable = f"link add eth0 type veth peer name eth0 netns {other}"
+            ip("-n", one, *cable.split())
+            for name, space in self._spaces.items():
+                address = f"{addresses[name]}/24"
+                ip("-n", space, "address", "add", address, "dev", "eth0")
+                for device in ("lo", "eth0"):
+                    ip("-n", space, "link", "set", device, "up")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def on(self, name: str, *command: str) -> list[str]:
+        """Return a command line that runs `command` on a host."""
+        # Not `ip netns exec`, which would hide /sys/fs/cgroup.
+        there = ["nsenter", f"--net=/run/netns/{self._spaces[name]}"]
+        setup = f"hostname {name} && mount --bind {self._etc_hosts} /etc/hosts"
+        own = ["unshare", "--uts", "--mount", "sh", "-c", f'{setup} && exec "$@"', "sh"]
+        return [*there, *own, *command]
