@@ -97,7 +97,7 @@ class Stream:
 
     def _log_start(self, hello: Hello) -> None:
         # The learner logs streams that reconnect. The low 16 bits of the incarnation
-        # count them (first_incarnation in polybeast.py).
+        # count them (first_incarnation in core/ranks.py).
         level = logging.DEBUG if hello.incarnation & 0xFFFF else logging.INFO
         log.log(
             level,
