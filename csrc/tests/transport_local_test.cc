@@ -232,18 +232,21 @@ TEST(a_server_may_say_why_it_ends_a_stream) {
 }
 
 TEST(a_server_that_dies_in_a_message_ends_its_stream) {
-  Scene scene;
-  const auto stream = scene.connect();
-  stream->start("hello");
-  const int fd = scene.server.accept();
-  Server::write(fd, framed("whole") + framed("half of it").substr(0, 9));
-  ::close(fd);
-  CHECK_EQ(scene.events.message(0), "whole");
-  const std::string reason = scene.events.reason();
-  CHECK(reason.starts_with("the server closed the connection") ||
-        reason.starts_with("the connection broke"));
-  CHECK_EQ(scene.events.num_messages(), size_t{1});
-  stream->send("nobody reads this");
+  for (const bool reads : {false, true}) {  // If not, the connection is reset.
+    Scene scene;
+    const auto stream = scene.connect();
+    stream->start("hello");
+    const int fd = scene.server.accept();
+    if (reads) CHECK_EQ(Server::receive(fd), "hello");
+    Server::write(fd, framed("whole") + framed("half of it").substr(0, 9));
+    ::close(fd);
+    CHECK_EQ(scene.events.message(0), "whole");
+    const std::string reason = scene.events.reason();
+    CHECK(reason.starts_with("the server closed the connection") ||
+          reason.starts_with("the connection broke"));
+    CHECK_EQ(scene.events.num_messages(), size_t{1});
+    stream->send("nobody reads this");
+  }
 }
 
 TEST(random_bytes_end_a_stream_once) {
@@ -369,9 +372,10 @@ TEST(shutdown_ends_all_streams_whatever_they_do) {
 TEST(other_addresses_go_to_the_other_transport) {
   Scene scene;
   const std::string path = scene.server.address();
+  std::string too_long = path;  // Of the same socket.
+  while (too_long.size() < 200) too_long.insert(too_long.rfind('/'), "/.");
   for (const std::string& address :
-       {std::string("127.0.0.1:4431"), path + "x", path.substr(5),
-        "unix:/" + std::string(200, 'x')}) {
+       {std::string("127.0.0.1:4431"), path + "x", path.substr(5), too_long}) {
     CHECK_THROWS(std::invalid_argument, "not local: " + address,
                  scene.transport->connect(address, &scene.events, kMax));
   }

@@ -5,6 +5,8 @@ import os
 import signal
 import socket
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -14,6 +16,7 @@ from core.algorithm import learners
 from core.errors import ConfigError, Exit, UsageError
 from core.nests import map_nest
 from core.rollout import Spaces
+from core.running import precision
 from core.running.supervise import start_thread
 from tests.algorithm.test_normalization import ACTIONS, VECTOR, T, random_batch
 from tests.conftest import DEADLINE_S, wait_until
@@ -156,6 +159,21 @@ def test_weights_that_differ_are_noticed(together):
     errors = together(change_weights)
     assert "RuntimeError: the learners' weights differ" in errors[0]
     assert errors.keys() == {0, 1}
+
+
+def settle_precision(flags, rank, size, folder):
+    has_bfloat16 = rank == int(os.environ["FAST"])
+    precision.bfloat16_unit = lambda device: "a unit" if has_bfloat16 else None
+    screen = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    flags = precision.settle_precision(flags, folder, screen, "cpu")
+    (folder / f"{rank}.txt").write_text(flags.precision)
+    return Exit.DONE
+
+
+@pytest.mark.parametrize("fast, taken", [(0, "bfloat16"), (1, "float32")])
+def test_all_learners_take_the_precision_of_learner_0(together, fast, taken):
+    envs = [env | {"FAST": str(fast)} for env in environments(2)]
+    assert together(settle_precision, envs) == {0: taken, 1: taken}
 
 
 def end_at_once(flags, rank, size, folder):

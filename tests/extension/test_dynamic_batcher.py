@@ -49,7 +49,7 @@ def test_arguments_without_sense_are_refused():
 
 
 def test_arguments_may_be_given_by_position(background):
-    batcher = DynamicBatcher(0, 1, 4, 0, True)  # As BatchingQueue, it takes 0 ms.
+    batcher = DynamicBatcher(0, 3, 4, 0, True)  # 0 ms: two rows do not wait for three.
     answer = background(batcher.compute, torch.ones(2, 7))
     batch = next(batcher)
     assert batch.get_inputs().shape == (2, 7)
