@@ -64,7 +64,9 @@ def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv):
         known = [*TOYS, *gym.registry]
         raise ValueError(_unknown(name, known) + _suggest_package(name)) from None
-    except gym.error.DependencyNotInstalled as error:
+    except (gym.error.Error, ImportError) as error:
+        if getattr(error, "name", None) is not None:
+            raise  # The environment's own module has a wrong import.
         raise ValueError(f"--env {name}: {error}") from error
     return MinAtar(env) if name.startswith("MinAtar/") else env
 
