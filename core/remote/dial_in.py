@@ -72,6 +72,7 @@ class DialedIn:
         """Return the addresses of all servers of the machines that have joined.
 
         Raises:
+          ConfigError: the acceptor died and cannot listen any more.
           RuntimeError: the acceptor died too often.
         """
         self._child.check()

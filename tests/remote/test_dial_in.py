@@ -23,7 +23,7 @@ import pytest
 
 from core.errors import ConfigError, Exit
 from core.remote import acceptor as acceptor_module
-from core.remote import child, dial_in, dialer, tls, tunnel
+from core.remote import child, dial_in, dialer, server_lists, tls, tunnel
 from core.remote.acceptor import Acceptor
 from core.remote.dialer import Link
 from core.remote.tunnel import ProtocolError
@@ -726,6 +726,45 @@ def test_a_port_in_use_is_named(learner, monkeypatch):
     )
     with pytest.raises(ConfigError, match=f"--listen {first.address}: the port is in"):
         learner(first.address)
+
+
+def test_an_acceptor_that_cannot_listen_again_ends_the_run_with_its_reason(
+    learner, monkeypatch
+):
+    monkeypatch.setattr(
+        dial_in, "Child", lambda name, command, handle: Impatient(name, command, handle)
+    )
+    monkeypatch.setattr(server_lists, "ASK_S", 0.01)
+    dialed_in = learner()
+    dialed_in._child._command[4] = dialed_in.address
+    host, _, port = dialed_in.address.rpartition(":")
+    acceptor_of(dialed_in).kill()
+    with (
+        contextlib.closing(taken(host, int(port))),
+        server_lists.ServerList(dialed_in=dialed_in) as servers,
+    ):
+        (watch,) = servers._threads.values()
+        with pytest.raises(ConfigError, match=f"{dialed_in.address}: the port is in"):
+            watch.result(DEADLINE_S)
+        with pytest.raises(ConfigError, match=f"{dialed_in.address}: the port is in"):
+            servers.check()
+
+
+def taken(host: str, port: int) -> socket.socket:
+    """Return a socket of another program that listens at a port, once it is free."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    def is_bound() -> bool:
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+    wait_until(is_bound)
+    listener.listen()
+    return listener
 
 
 class Impatient(child.Child):
