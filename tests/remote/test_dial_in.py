@@ -16,6 +16,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -817,6 +818,19 @@ def test_status_78_for_a_certificate_that_is_of_no_use(folders, tmp_path):
         text=True,
     )
     assert done.returncode == Exit.CONFIG and "swapped" in done.stdout
+
+
+def test_certificates_of_no_use_leave_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    flags = argparse.Namespace(
+        learner_address=["127.0.0.1:1"],
+        num_servers=1,
+        tls_dir=str(tmp_path / "missing"),
+        keepalive_s=5,
+    )
+    with pytest.raises(ConfigError, match="cannot read"):
+        dial_in.DialsOut(flags)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------- runs
