@@ -662,6 +662,7 @@ def test_several_learners_listen_at_ports_of_their_own(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert polybeast.parse_flags(["--listen", ":4431"]).listen == "127.0.0.1:4432"
+    assert polybeast.parse_flags(["--listen", ":0"]).listen == "127.0.0.1:0"  # Any.
 
 
 # -------------------------------------------------------------------------- processes
