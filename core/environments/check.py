@@ -37,11 +37,10 @@ from core.environments import faults
 from core.environments.classic_gym import ClassicGym, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
-from core.errors import ConfigError, EnvSpecError, EnvValueError
+from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit
 from core.nests import Nest, leaves, map_nest
 from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
 
-EXIT_OK, EXIT_SPEC_MISMATCH = 0, 78
 PROGRESS_S = 5.0  # Between two lines of progress.
 REPLAY_STEPS = 300  # Of each of two plays with one seed, to notice an ignored seed.
 
@@ -306,15 +305,15 @@ def main(argv: list[str] | None = None) -> int:
         violations = check(flags.env, num_steps=flags.steps, seed=flags.seed)
     except (UnlearnableSpace, ConfigError) as error:
         print(f"unsupported  {error}")
-        return EXIT_SPEC_MISMATCH
+        return Exit.CONFIG
     except ValueError as error:
         parser.error(str(error))
     for line in violations:
         print(f"VIOLATION    {line}")
     if violations:
-        return EXIT_SPEC_MISMATCH
+        return Exit.CONFIG
     print(f"ok           {flags.env} obeys its own spec")
-    return EXIT_OK
+    return Exit.DONE
 
 
 if __name__ == "__main__":

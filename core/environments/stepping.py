@@ -185,17 +185,17 @@ class Environments:
         for k in range(len(self.envs)):
             self._step(k, actions, rows)
 
-    def render(self, k: int = 0) -> Any:
-        """Return a picture of environment k, from its `render`.
+    def render(self) -> Any:
+        """Return a picture of the first environment, from its `render`.
 
         Raises:
           EnvError: `render` raised.
         """
         self._clock[0] = time.monotonic()
         try:
-            return self.envs[k].render()
+            return self.envs[0].render()
         except BaseException as error:
-            raise self._env_error(k, error) from error
+            raise self._env_error(0, error) from error
 
     def close(self) -> None:
         """Close all environments; calling it again is fine."""
