@@ -9,10 +9,12 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import polybeast
 import polybeast_env
+from core.errors import Exit
 from core.remote import local_servers, supervisor
 from core.running.signals import StopSignal
 from tests.conftest import DEADLINE_S, wait_until
@@ -93,6 +95,18 @@ def test_servers_that_have_just_started_need_not_be_killed(folder):
     )
     statuses = set(map(int, done.stdout.split()))
     assert statuses and statuses <= {0, -signal.SIGTERM}, done.stdout + done.stderr
+
+
+def test_a_supervisor_that_is_stopped_at_the_end_is_continued(caplog):
+    caplog.set_level("INFO")
+    flags = polybeast.parse_flags(["--env", "Catch", "--num_servers", "1"])
+    with local_servers.LocalServers(flags) as servers:
+        wait_until(lambda: "Serving Catch" in caplog.text)
+        supervisor = psutil.Process(servers._process.pid)
+        supervisor.suspend()
+        wait_until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
+    assert "did not stop" not in caplog.text
+    assert servers._process.returncode == Exit.DONE
 
 
 def test_a_supervisor_that_is_always_killed_ends_the_run(folder, monkeypatch):
