@@ -35,7 +35,7 @@ from core.running.machine import (
 )
 from core.running.signals import STOP_SIGNALS, StopSignal, kill_if_hung
 from core.running.supervise import RestartBudget, describe_exit
-from core.running.unit import Unit
+from core.running.unit import Unit, end_units
 
 log = logging.getLogger(__name__)
 
@@ -268,12 +268,7 @@ class Servers:
         processes = [s.process for s in self.slots if s.process is not None]
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + STOP_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
-        for process in processes:
-            process.join()
+        end_units(processes, STOP_S)
         if self._output is not None:
             self._output.close()
         for slot in self.slots:
