@@ -189,9 +189,22 @@ class Servers:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             slot.process.start()
+        except OSError as error:  # No memory, or too many processes.
+            slot.pipe.close()
+            slot.process = slot.pipe = None
+            wait_s = slot.budget.died()
+            if wait_s is None:
+                raise
+            slot.restart_at = time.monotonic() + wait_s
+            log.warning(
+                "Server %d could not be started (%r); trying again in %.1f s",
+                slot.index,
+                error,
+                wait_s,
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        theirs.close()  # Otherwise the parent would not see the pipe's end.
+            theirs.close()  # Otherwise the parent would not see the pipe's end.
 
     def _receive(self, slot: ServerSlot) -> None:
         assert slot.pipe is not None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor of the server processes. The program around it: test_servers."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -64,6 +65,25 @@ def test_sockets_of_servers_that_could_not_say_they_listen_are_removed(folder):
         ):
             pass
         assert sockets.exists() == left
+
+
+def test_a_server_that_cannot_be_forked_is_tried_again(folder, monkeypatch, caplog):
+    def start(unit):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(supervisor.Unit, "start", start)
+    address = f"unix:{folder}/s"
+    flags = polybeast_env.parse_flags(["--env", "Catch", "--server_address", address])
+    with (
+        supervisor.Servers(flags, create_no_server, [address], StopSignal()) as servers,
+        pytest.raises(BlockingIOError),
+    ):
+        (slot,) = servers.slots
+        while True:
+            slot.restart_at = 0.0
+            servers.poll(0.0)
+            assert slot.process is slot.pipe is None
+    assert caplog.text.count("Server 0 could not be started") == 4
 
 
 JUST_STARTED = """
