@@ -37,7 +37,7 @@ from core.environments import faults
 from core.environments.classic_gym import ClassicGym, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
-from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit
+from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, MakeError
 from core.nests import Nest, leaves, map_nest
 from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
 
@@ -241,7 +241,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
     Raises:
       UnlearnableSpace: rollouts have no arrays for one of its spaces.
       ConfigError: no policy can act in its action space.
-      ValueError: there is no such environment.
+      MakeError: there is no such environment.
     """
     found = Violations()
     with (
@@ -306,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UnlearnableSpace, ConfigError) as error:
         print(f"unsupported  {error}")
         return Exit.CONFIG
-    except ValueError as error:
+    except MakeError as error:
         parser.error(str(error))
     for line in violations:
         print(f"VIOLATION    {line}")

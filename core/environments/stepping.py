@@ -19,7 +19,7 @@ from core.action_spaces import first_action
 from core.environments.classic_gym import adapt, convert_space
 from core.environments.faults import is_ctrl_c, name_of, only_exceptions
 from core.environments.row_writer import RowWriter
-from core.errors import EnvError, EnvSpecError
+from core.errors import EnvError, EnvSpecError, MakeError
 from core.nests import Nest, leaves, map_nest
 from core.rollout import action_at, copy_at, leaf_spaces, row_spec
 
@@ -357,7 +357,7 @@ class Environments:
             raise self._env_error(k, error) from error
         try:
             self._check_equal_spaces()
-        except ValueError as error:
+        except MakeError as error:
             raise EnvSpecError(str(error)) from None
 
     def _reset(self, k: int, seed: int | None) -> tuple[Any, dict[str, Any]]:
@@ -419,7 +419,7 @@ class Environments:
             for name in ("observation_space", "action_space"):
                 expected, got = getattr(self, name), convert_space(getattr(env, name))
                 if got != expected:
-                    raise ValueError(
+                    raise MakeError(
                         f"env {first_id + k} ({name_of(env)}): expected {name} "
                         f"{expected} like that of env {first_id}, got {got}"
                     )

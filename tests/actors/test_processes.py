@@ -306,6 +306,14 @@ def hanging_env():
     return env
 
 
+def test_an_error_of_the_environments_own_code_is_no_wrong_configuration():
+    def create_env():
+        raise ValueError("operands could not be broadcast together")
+
+    with pytest.raises(ValueError, match="broadcast"):  # Not a ConfigError.
+        prepare.read_spaces(create_env, DEADLINE_S)
+
+
 def test_a_buffer_in_the_replay_keeps_its_rollout_while_actors_write():
     """Every replayed rollout is what was new once, and no buffer is lost or twice."""
     flags = make_flags("tests.counting_env:make", "--replay_ratio", "1")

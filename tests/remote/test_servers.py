@@ -950,6 +950,15 @@ def test_spaces_that_cannot_travel_are_named(folder):
         server.start()
 
 
+def test_an_error_of_the_environments_own_code_is_no_wrong_configuration(folder):
+    def make():
+        raise ValueError("operands could not be broadcast together")
+
+    server = env_server.Server(make, f"unix:{folder}/s")
+    with pytest.raises(ValueError, match="broadcast"):  # Not a ConfigError.
+        server.start()
+
+
 # ------------------------------------------------------------------------ the program
 
 
