@@ -163,7 +163,7 @@ def _run_actor(
             case _:
                 message = f"E{traceback.format_exc()}"
         with contextlib.suppress(BrokenPipeError):
-            pipe.send_bytes(message.encode())
+            pipe.send_bytes(message.encode(errors="backslashreplace"))
         sys.exit(1)
 
 

@@ -338,7 +338,8 @@ def serve_one(
         pipe.send_bytes(f"config {error}".encode())
         sys.exit(Exit.CONFIG)
     except BaseException:
-        pipe.send_bytes(f"failed {traceback.format_exc().strip()}".encode())
+        text = f"failed {traceback.format_exc().strip()}"
+        pipe.send_bytes(text.encode(errors="backslashreplace"))
         raise
     signal.signal(signal.SIGTERM, lambda *_: server.stop("the server was stopped"))
     pipe.send_bytes(f"listening {address}".encode())

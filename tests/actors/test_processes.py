@@ -294,7 +294,8 @@ def broken_env():
     env = Catch()
 
     def step(action):
-        raise ValueError("simulator is out of coffeeee")
+        # As in a file's name that is not UTF-8.
+        raise ValueError("simulator is out of coffee \udcff")
 
     env.step = step
     return env
