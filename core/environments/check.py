@@ -132,13 +132,14 @@ def steps(num_steps: int, doing: str) -> Iterator[int]:
         yield step
 
 
-def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[Any]:
-    """Take random actions; return the observations, rewards and ends of episodes.
+def play(
+    found: Violations, env: gym.Env, *, num_steps: int, seed: int
+) -> Iterator[Any]:
+    """Take random actions; yield the observations, rewards and ends of episodes.
 
     Raises:
       Unplayable: `reset` or `step` did not return a tuple of the right length.
     """
-    seen: list[Any] = []
     observation_space = convert_space(env.observation_space)
     action_space = convert_space(env.action_space)
     leaf_spaces = rollout.leaf_spaces(action_space)
@@ -152,14 +153,13 @@ def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[
                 found.expected("reset()", "(observation, info)", result)
                 raise Unplayable
             check_observation(found, observation_space, result[0])
-            seen.append(copy.deepcopy(result[0]))
+            yield copy.deepcopy(result[0])
         action = sample(found, action_space, result[0])
         found.step = step + 1
         result = env.step(action_at(leaf_spaces, action, 0))
         check_step(found, observation_space, result)
         ended = bool(result[2] or result[3])
-        seen.append(copy.deepcopy((result[0], result[1], ended)))
-    return seen
+        yield copy.deepcopy((result[0], result[1], ended))
 
 
 def sample(found: Violations, action_space: gym.Space, observation: Nest) -> Nest:
@@ -256,10 +256,11 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
         row_spec(used.observation_space, used.action_space, ())
         check_spaces(used.observation_space, used.action_space)
         try:
-            play(found, used, num_steps=num_steps, seed=seed)
+            for _ in play(found, used, num_steps=num_steps, seed=seed):
+                pass
             # With the same seed a used environment must play like a new one.
             used_play, fresh_play = (
-                play(Violations(), env, num_steps=REPLAY_STEPS, seed=seed + 1)
+                list(play(Violations(), env, num_steps=REPLAY_STEPS, seed=seed + 1))
                 for env in (used, fresh)
             )
             if not same(used_play, fresh_play):
