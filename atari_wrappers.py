@@ -33,6 +33,7 @@ import numpy as np
 from gymnasium.wrappers import TimeLimit
 
 from core.environments.make import make
+from core.errors import MakeError
 
 IMPORT_ERROR: str | None = None
 try:
@@ -80,14 +81,14 @@ def protocol(name: str, **changes: Any) -> dict[str, Any]:
     """Return the options of `make_atari` for a protocol, with some of them changed.
 
     Raises:
-      ValueError: there is no such protocol, or it has no such option.
+      MakeError: there is no such protocol, or it has no such option.
     """
     if name not in PROTOCOLS:
-        raise ValueError(f"protocol {name!r} is not one of {', '.join(PROTOCOLS)}")
+        raise MakeError(f"protocol {name!r} is not one of {', '.join(PROTOCOLS)}")
     options = PROTOCOLS[name]
     unknown = changes.keys() - options.keys()
     if unknown:
-        raise ValueError(
+        raise MakeError(
             f"a protocol has no {', '.join(sorted(unknown))}; "
             f"it has {', '.join(options)}"
         )
@@ -146,21 +147,21 @@ def make_atari(
       wrappers: as `wrap` takes them.
 
     Raises:
-      ValueError: `env_id` is not an Atari game, or an option is out of its range, or a
+      MakeError: `env_id` is not an Atari game, or an option is out of its range, or a
         package is not installed.
     """
     if IMPORT_ERROR:
-        raise ValueError(
+        raise MakeError(
             f"--env {env_id}: {IMPORT_ERROR}. Atari games need: "
             "pip install ale-py opencv-python-headless"
         )
     if not is_atari(env_id):
-        raise ValueError(
+        raise MakeError(
             f"{env_id} is not the id of an Atari game; expected one such as "
             "PongNoFrameskip-v4 or ALE/Pong-v5"
         )
     if not 0 <= sticky_actions <= 1:
-        raise ValueError(f"sticky_actions is {sticky_actions} but must be in [0, 1]")
+        raise MakeError(f"sticky_actions is {sticky_actions} but must be in [0, 1]")
     options = dict(
         repeat_action_probability=sticky_actions,
         full_action_space=full_action_space,
@@ -170,7 +171,7 @@ def make_atari(
         try:
             from core.environments import classic_atari
         except ModuleNotFoundError as error:
-            raise ValueError(
+            raise MakeError(
                 f"{env_id} needs {error.name}, which is not installed. Try: "
                 "pip install -e .[classic], or the id without 'gym:'."
             ) from error
@@ -201,7 +202,7 @@ def wrap(
         is truncated at the end of the step that reaches it.
 
     Raises:
-      ValueError: an option is out of its range, or `env` skips frames by itself.
+      MakeError: an option is out of its range, or `env` skips frames by itself.
     """
     for name, value, least in [
         ("noop_max", noop_max, 0),
@@ -209,11 +210,11 @@ def wrap(
         ("max_frames", max_frames, 1),
     ]:
         if value < least:
-            raise ValueError(f"{name} is {value} but must be at least {least}")
+            raise MakeError(f"{name} is {value} but must be at least {least}")
     game = env.unwrapped
     skip = getattr(game, "_frameskip", getattr(game, "frameskip", 1))
     if skip != 1:
-        raise ValueError(
+        raise MakeError(
             f"the environment skips frames by itself ({skip}), and MaxAndSkip would "
             "skip again. Make it with frameskip=1, or use an id with NoFrameskip."
         )

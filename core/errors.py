@@ -35,6 +35,13 @@ def one_line(text: str) -> str:
     return first
 
 
+class MakeError(ValueError):
+    """An environment cannot be made or learned from; the message says what to do.
+
+    An environment's own ValueError is no such error: it is shown with its traceback.
+    """
+
+
 class EnvError(RuntimeError):
     """An environment raised an exception, which is the `__cause__` of this one."""
 

@@ -50,7 +50,8 @@ def int_at_least(at_least: int) -> Callable[[str], int]:
     """
 
     def parse(text: str) -> int:
-        match = re.fullmatch(r"([\d_]*\.?\d+(?:[eE]\+?\d+)?)([kMG]?)", text, re.ASCII)
+        digits = r"[\d_]*\.?\d+(?:[eE]\+?\d{1,3})?"
+        match = re.fullmatch(rf"({digits})([kMG]?)", text, re.ASCII)
         value = decimal.Decimal(-1)
         if match is not None:
             value = decimal.Decimal(match[1].replace("_", "")) * UNITS[match[2]]

@@ -92,7 +92,8 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
         flags.server_addresses = addresses[rank() :: n]
     if getattr(flags, "listen", None) is not None:  # Each learner has its own port.
         host, _, port = flags.listen.rpartition(":")
-        flags.listen = f"{host}:{int(port) + rank()}"
+        if int(port):  # The system chooses a free port for each learner if it is 0.
+            flags.listen = f"{host}:{int(port) + rank()}"
     if getattr(flags, "pipes_basename", None) is not None:
         flags.pipes_basename += f".{rank()}"
     if rank():

@@ -48,6 +48,7 @@ import gymnasium as gym
 import numpy as np
 
 from core import nests
+from core.errors import MakeError
 from core.nests import ArraySpec, Nest, leaves, map_nest
 
 
@@ -77,7 +78,7 @@ DTYPES = (
 MAX_TEXT = 300  # Characters of a space in a message.
 
 
-class UnlearnableSpace(ValueError):
+class UnlearnableSpace(MakeError):
     """Rollouts cannot hold values of this space; the message says what to do."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from core.action_spaces import check_spaces
 from core.actors import shared_memory
 from core.environments.stepping import Environments, env_seed
-from core.errors import ConfigError
+from core.errors import ConfigError, MakeError
 from core.nests import ArraySpec, Nest
 from core.rollout import Spaces, row_spec
 from core.running.machine import check_resources
@@ -34,7 +34,7 @@ def read_spaces(create_env: Callable[[], Any], limit_s: float) -> Spaces:
     with limit_calls(limit_s) as clock:
         try:
             envs = Environments(create_env, 1, seed=0, clock=clock)
-        except ValueError as error:
+        except MakeError as error:
             raise ConfigError(str(error)) from error
         with contextlib.closing(envs):
             check_spaces(envs.observation_space, envs.action_space)

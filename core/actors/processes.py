@@ -43,7 +43,7 @@ from core.running.machine import be_killed_first_for_memory, lower_priority
 from core.running.randomness import seed_rng
 from core.running.signals import STOP_SIGNALS, kill_if_hung, show_stacks
 from core.running.supervise import RestartBudget, describe_exit
-from core.running.unit import Unit
+from core.running.unit import Unit, end_units
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def _run_actor(
             case _:
                 message = f"E{traceback.format_exc()}"
         with contextlib.suppress(BrokenPipeError):
-            pipe.send_bytes(message.encode())
+            pipe.send_bytes(message.encode(errors="backslashreplace"))
         sys.exit(1)
 
 
@@ -482,11 +482,6 @@ class Actors:
             for slot in self.slots:
                 self._hang_up(slot)
         processes = [s.process for s in self.slots if s.process is not None]
-        deadline = time.monotonic() + ACTOR_EXIT_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
-        for process in processes:
-            process.join()
+        end_units(processes, ACTOR_EXIT_S)
         if self._fork_server is not None:
             self._fork_server.close()

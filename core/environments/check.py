@@ -37,11 +37,10 @@ from core.environments import faults
 from core.environments.classic_gym import ClassicGym, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
-from core.errors import ConfigError, EnvSpecError, EnvValueError
+from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, MakeError
 from core.nests import Nest, leaves, map_nest
 from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
 
-EXIT_OK, EXIT_SPEC_MISMATCH = 0, 78
 PROGRESS_S = 5.0  # Between two lines of progress.
 REPLAY_STEPS = 300  # Of each of two plays with one seed, to notice an ignored seed.
 
@@ -133,13 +132,14 @@ def steps(num_steps: int, doing: str) -> Iterator[int]:
         yield step
 
 
-def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[Any]:
-    """Take random actions; return the observations, rewards and ends of episodes.
+def play(
+    found: Violations, env: gym.Env, *, num_steps: int, seed: int
+) -> Iterator[Any]:
+    """Take random actions; yield the observations, rewards and ends of episodes.
 
     Raises:
       Unplayable: `reset` or `step` did not return a tuple of the right length.
     """
-    seen: list[Any] = []
     observation_space = convert_space(env.observation_space)
     action_space = convert_space(env.action_space)
     leaf_spaces = rollout.leaf_spaces(action_space)
@@ -153,14 +153,13 @@ def play(found: Violations, env: gym.Env, *, num_steps: int, seed: int) -> list[
                 found.expected("reset()", "(observation, info)", result)
                 raise Unplayable
             check_observation(found, observation_space, result[0])
-            seen.append(copy.deepcopy(result[0]))
+            yield copy.deepcopy(result[0])
         action = sample(found, action_space, result[0])
         found.step = step + 1
         result = env.step(action_at(leaf_spaces, action, 0))
         check_step(found, observation_space, result)
         ended = bool(result[2] or result[3])
-        seen.append(copy.deepcopy((result[0], result[1], ended)))
-    return seen
+        yield copy.deepcopy((result[0], result[1], ended))
 
 
 def sample(found: Violations, action_space: gym.Space, observation: Nest) -> Nest:
@@ -242,7 +241,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
     Raises:
       UnlearnableSpace: rollouts have no arrays for one of its spaces.
       ConfigError: no policy can act in its action space.
-      ValueError: there is no such environment.
+      MakeError: there is no such environment.
     """
     found = Violations()
     with (
@@ -257,10 +256,11 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
         row_spec(used.observation_space, used.action_space, ())
         check_spaces(used.observation_space, used.action_space)
         try:
-            play(found, used, num_steps=num_steps, seed=seed)
+            for _ in play(found, used, num_steps=num_steps, seed=seed):
+                pass
             # With the same seed a used environment must play like a new one.
             used_play, fresh_play = (
-                play(Violations(), env, num_steps=REPLAY_STEPS, seed=seed + 1)
+                list(play(Violations(), env, num_steps=REPLAY_STEPS, seed=seed + 1))
                 for env in (used, fresh)
             )
             if not same(used_play, fresh_play):
@@ -306,15 +306,15 @@ def main(argv: list[str] | None = None) -> int:
         violations = check(flags.env, num_steps=flags.steps, seed=flags.seed)
     except (UnlearnableSpace, ConfigError) as error:
         print(f"unsupported  {error}")
-        return EXIT_SPEC_MISMATCH
-    except ValueError as error:
+        return Exit.CONFIG
+    except MakeError as error:
         parser.error(str(error))
     for line in violations:
         print(f"VIOLATION    {line}")
     if violations:
-        return EXIT_SPEC_MISMATCH
+        return Exit.CONFIG
     print(f"ok           {flags.env} obeys its own spec")
-    return EXIT_OK
+    return Exit.DONE
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from core.errors import MakeError
+
 CLASSIC_SPACES = "Box Discrete MultiDiscrete MultiBinary Text Dict Tuple".split()
 
 
@@ -15,12 +17,12 @@ def adapt(env: Any) -> gym.Env:
     """Return `env` if it is a Gymnasium environment, else `ClassicGym(env)`.
 
     Raises:
-      ValueError: `env` lacks a method or a space, or a space has no counterpart.
+      MakeError: `env` lacks a method or a space, or a space has no counterpart.
     """
     needed = ("reset", "step", "observation_space", "action_space")
     missing = [attribute for attribute in needed if not hasattr(env, attribute)]
     if missing:
-        raise ValueError(
+        raise MakeError(
             f"{type(env).__name__} has no {', '.join(missing)}; expected an "
             "environment of Gymnasium or classic gym. Set observation_space and "
             "action_space when it is made: the learner builds its model from them."
@@ -126,7 +128,7 @@ def convert_space(space: Any) -> gym.Space:
             return gym.spaces.Dict({key: convert_space(sub) for key, sub in items})
         case "Tuple":
             return gym.spaces.Tuple([convert_space(sub) for sub in space.spaces])
-    raise ValueError(
+    raise MakeError(
         f"cannot convert the space {space!r} of classic gym; expected Box, Discrete, "
         "MultiDiscrete, MultiBinary, Dict or Tuple. Set the environment's "
         "observation_space and action_space to spaces of gymnasium.spaces."

@@ -23,6 +23,7 @@ import numpy as np
 
 from core.environments import toys
 from core.environments.classic_gym import adapt
+from core.errors import MakeError
 
 TOYS = {"Catch": toys.Catch, "Memory": toys.Memory}
 REMOVED = ("ale-vector:", "envpool:")  # Names of vector environments before 0.1.
@@ -35,12 +36,12 @@ def make(name: str, **kwargs: Any) -> gym.Env:
     that its signature accepts.
 
     Raises:
-      ValueError: there is no such environment; the message suggests similar names.
+      MakeError: there is no such environment; the message suggests similar names.
     """
     if name in TOYS:
         return TOYS[name](**kwargs)
     if name.startswith(REMOVED):
-        raise ValueError(
+        raise MakeError(
             f"--env {name}: ale-vector: and envpool: were removed. For Atari use --env "
             "ALE/Pong-v5 (PolyBeast: with --envs_per_stream), which is as fast. For a "
             "vector environment of your own return core.environments.vector."
@@ -63,9 +64,11 @@ def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
         env = gym.make(name, disable_env_checker=True, **kwargs)
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv):
         known = [*TOYS, *gym.registry]
-        raise ValueError(_unknown(name, known) + _suggest_package(name)) from None
-    except gym.error.DependencyNotInstalled as error:
-        raise ValueError(f"--env {name}: {error}") from error
+        raise MakeError(_unknown(name, known) + _suggest_package(name)) from None
+    except (gym.error.Error, ImportError) as error:
+        if getattr(error, "name", None) is not None:
+            raise  # The environment's own module has a wrong import.
+        raise MakeError(f"--env {name}: {error}") from error
     return MinAtar(env) if name.startswith("MinAtar/") else env
 
 
@@ -79,7 +82,7 @@ def _register_known_packages(name: str) -> None:
         try:
             import minatar.gym
         except ImportError:
-            raise ValueError(f"--env {name} needs: pip install minatar") from None
+            raise MakeError(f"--env {name} needs: pip install minatar") from None
         finally:
             logging.getLogger().removeHandler(quiet)
         if "MinAtar/Breakout-v1" not in gym.registry:
@@ -97,7 +100,7 @@ def _make_classic(name: str, **kwargs: Any) -> gym.Env:
     try:
         classic_gym = importlib.import_module("gym")
     except ImportError:
-        raise ValueError(
+        raise MakeError(
             f"--env gym:{name} needs classic gym, which is not installed. "
             f"Try: pip install -e .[classic], or --env {name} from Gymnasium."
         ) from None
@@ -111,9 +114,9 @@ def _make_classic(name: str, **kwargs: Any) -> gym.Env:
     except classic_gym.error.UnregisteredEnv:
         registry = classic_gym.envs.registry
         names = [f"gym:{known}" for known in getattr(registry, "env_specs", registry)]
-        raise ValueError(_unknown(f"gym:{name}", names)) from None
+        raise MakeError(_unknown(f"gym:{name}", names)) from None
     except classic_gym.error.DependencyNotInstalled as error:
-        raise ValueError(f"--env gym:{name}: {error}") from error
+        raise MakeError(f"--env gym:{name}: {error}") from error
 
 
 def _find_function(name: str) -> Callable[..., Any] | None:
@@ -125,7 +128,7 @@ def _find_function(name: str) -> Callable[..., Any] | None:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(missing + "."):
             raise  # The module exists, but it imports a module that does not exist.
-        raise ValueError(
+        raise MakeError(
             f"--env {name}: no module {missing!r} in the current directory or among "
             "the installed packages. Run from the directory that holds it, or set "
             "PYTHONPATH."
@@ -134,12 +137,12 @@ def _find_function(name: str) -> Callable[..., Any] | None:
     if function is None and name.rpartition(":")[2] not in gym.registry:
         names = [n for n, value in vars(module).items() if callable(value)]
         near = difflib.get_close_matches(attribute, names, n=3)
-        raise ValueError(
+        raise MakeError(
             f"--env {name}: {module.__file__} has no function {attribute!r}, and "
             f"importing it registers no such Gymnasium id.{_did_you_mean(near)}"
         )
     if function is not None and not callable(function):
-        raise ValueError(f"--env {name}: expected a function, got {function!r}")
+        raise MakeError(f"--env {name}: expected a function, got {function!r}")
     return function
 
 
@@ -150,8 +153,8 @@ def _call(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> gy
     env = function(**kwargs)
     try:
         return adapt(env)
-    except ValueError as error:
-        raise ValueError(f"--env {name}: {error}") from None
+    except MakeError as error:
+        raise MakeError(f"--env {name}: {error}") from None
 
 
 def _unknown(name: str, names: list[str]) -> str:

@@ -19,7 +19,7 @@ from core.action_spaces import first_action
 from core.environments.classic_gym import adapt, convert_space
 from core.environments.faults import is_ctrl_c, name_of, only_exceptions
 from core.environments.row_writer import RowWriter
-from core.errors import EnvError, EnvSpecError
+from core.errors import EnvError, EnvSpecError, MakeError
 from core.nests import Nest, leaves, map_nest
 from core.rollout import action_at, copy_at, leaf_spaces, row_spec
 
@@ -185,17 +185,17 @@ class Environments:
         for k in range(len(self.envs)):
             self._step(k, actions, rows)
 
-    def render(self, k: int = 0) -> Any:
-        """Return a picture of environment k, from its `render`.
+    def render(self) -> Any:
+        """Return a picture of the first environment, from its `render`.
 
         Raises:
           EnvError: `render` raised.
         """
         self._clock[0] = time.monotonic()
         try:
-            return self.envs[k].render()
+            return self.envs[0].render()
         except BaseException as error:
-            raise self._env_error(k, error) from error
+            raise self._env_error(0, error) from error
 
     def close(self) -> None:
         """Close all environments; calling it again is fine."""
@@ -357,7 +357,7 @@ class Environments:
             raise self._env_error(k, error) from error
         try:
             self._check_equal_spaces()
-        except ValueError as error:
+        except MakeError as error:
             raise EnvSpecError(str(error)) from None
 
     def _reset(self, k: int, seed: int | None) -> tuple[Any, dict[str, Any]]:
@@ -419,7 +419,7 @@ class Environments:
             for name in ("observation_space", "action_space"):
                 expected, got = getattr(self, name), convert_space(getattr(env, name))
                 if got != expected:
-                    raise ValueError(
+                    raise MakeError(
                         f"env {first_id + k} ({name_of(env)}): expected {name} "
                         f"{expected} like that of env {first_id}, got {got}"
                     )

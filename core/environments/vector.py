@@ -22,7 +22,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from core.environments.faults import is_ctrl_c
 from core.environments.stepping import Environments
-from core.errors import EnvError, EnvSpecError
+from core.errors import EnvError, EnvSpecError, MakeError
 from core.nests import Nest, map_nest
 
 
@@ -40,7 +40,7 @@ def from_vector_env(
         `recycle_games`. EnvPool takes its seeds when it is made and ignores these.
 
     Raises:
-      ValueError: `vector` does not obey these rules.
+      MakeError: `vector` does not obey these rules.
     """
     is_done = options.get("truncation_is_done", False)
     steps = _VectorSteps(vector, info_keys, truncation_is_done=is_done)
@@ -122,7 +122,7 @@ class _VectorSteps:
         self._is_envpool = _is_envpool(vector)
         self._can_reset_some = _can_reset_some(vector, self._mode)
         if self._mode is AutoresetMode.NEXT_STEP and not self._can_reset_some:
-            raise ValueError(
+            raise MakeError(
                 f"{self.name} resets an ended episode in its next step, too late for "
                 "a rollout row, and it is not known to reset single environments "
                 "earlier. Let its metadata['autoreset_mode'] be SAME_STEP, or DISABLED "
@@ -261,7 +261,7 @@ def _info_at(infos: dict[str, Any], keys: tuple[str, ...], k: int) -> dict[str, 
 def _autoreset_mode(vector: VectorEnv, name: str) -> AutoresetMode:
     mode = vector.metadata.get("autoreset_mode")
     if not isinstance(mode, AutoresetMode):
-        raise ValueError(
+        raise MakeError(
             f"{name}: expected a gymnasium.vector.AutoresetMode in "
             f"metadata['autoreset_mode'], got {mode!r}"
         )

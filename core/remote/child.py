@@ -2,6 +2,7 @@
 """Helper processes of the learner (acceptor) and of the servers (dialer).
 
 The program that starts a helper uses `Child`. The helper itself uses `run` and `tell`.
+`core.remote.local_servers` starts and ends its servers in the same way.
 """
 
 import asyncio
@@ -36,6 +37,33 @@ END_S = 3.0  # Time for the process to end; then it is killed.
 QUICK_S = 10.0  # A death within this time after the start counts as quick.
 
 
+def start_process(command: Sequence[str]) -> subprocess.Popen:
+    """Start a process in a session of its own, so that Ctrl-C does not reach it.
+
+    Its standard input closes when this process ends, for any reason. Its output is for
+    this process.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def end_process(name: str, process: subprocess.Popen) -> None:
+    """End a process by SIGTERM, or, after END_S, by SIGKILL."""
+    process.terminate()
+    continue_if_stopped(name, process.pid)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        log.error("%s did not stop within %g s", name, END_S)
+        process.kill()
+        process.wait()
+
+
 class Child:
     """A process `python -m MODULE`. It is restarted if it dies, and ends with this one.
 
@@ -62,14 +90,7 @@ class Child:
         self._last_line = ""
 
     def start(self) -> None:
-        # In a session of its own Ctrl-C does not reach it; this process ends it.
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,  # Closes when this process ends, for any reason.
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self._process = start_process(self._command)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._began, self._restart_at = time.monotonic(), None
@@ -80,14 +101,7 @@ class Child:
     def __exit__(self, *exc_info: object) -> None:
         if self._process is None:
             return
-        self._process.terminate()
-        continue_if_stopped(self._name, self._process.pid)
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            log.error("%s did not stop within %g s", self._name, END_S)
-            self._process.kill()
-            self._process.wait()
+        end_process(self._name, self._process)
         self._close()
 
     def check(self) -> None:

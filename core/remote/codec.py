@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 import numpy as np
 
+from core.errors import MakeError
 from core.nests import ArraySpec
 from core.remote.messages import (
     MAX_DEPTH,
@@ -303,13 +304,13 @@ def space_message(space: gym.Space) -> Space:
     """Return the message that describes a space.
 
     Raises:
-      ValueError: the protocol has no message for it.
+      MakeError: the protocol has no message for it.
     """
     match space:
         case gym.spaces.Box():
             dtype = np.dtype(space.dtype)
             if dtype.name not in DTYPES:
-                raise ValueError(
+                raise MakeError(
                     f"space {space} has dtype {dtype}; expected {', '.join(DTYPES)}"
                 )
             low, high = (_one_or_all(x, dtype) for x in (space.low, space.high))
@@ -330,12 +331,12 @@ def space_message(space: gym.Space) -> Space:
         case gym.spaces.Dict():
             for key in space.spaces:
                 if not isinstance(key, str):
-                    raise ValueError(f"space {space} has the key {key!r}; expected str")
+                    raise MakeError(f"space {space} has the key {key!r}; expected str")
             items = space.spaces.items()
             return Space(dict=Dict(tuple(Entry(key, sub) for key, sub in items)))
         case gym.spaces.Tuple():
             return Space(tuple=Tuple(tuple(space.spaces)))
-    raise ValueError(
+    raise MakeError(
         f"space {space} is a {type(space).__name__}; expected Box, Discrete, "
         "MultiDiscrete, MultiBinary, Dict or Tuple"
     )

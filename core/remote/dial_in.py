@@ -72,6 +72,7 @@ class DialedIn:
         """Return the addresses of all servers of the machines that have joined.
 
         Raises:
+          ConfigError: the acceptor died and cannot listen any more.
           RuntimeError: the acceptor died too often.
         """
         self._child.check()
@@ -112,6 +113,7 @@ class DialsOut:
         self._child: Child | None = None
         if flags.learner_address is None:
             return
+        tls.read(flags.tls_dir, is_server=True)  # Before anything has to be undone.
         self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
         basename = f"{self._folder}/env"
         command = ["core.remote.dialer", "--learner_address", *flags.learner_address]
@@ -123,7 +125,6 @@ class DialsOut:
             "remove_folder": True,
         }
         if flags.tls_dir is not None:
-            tls.read(flags.tls_dir, is_server=True)  # Before the servers start.
             command += ["--tls_dir", flags.tls_dir]
             where["tls_dir"] = None  # The dialer does TLS; the servers do not.
         elif any(map(tls.is_public, flags.learner_address)):

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from core.errors import ConfigError
+from core.errors import ConfigError, MakeError
 from core.remote import codec, messages, tls
 from core.remote.addresses import (
     DEFAULT_ADDRESS,
@@ -93,7 +93,7 @@ class Server:
         assert self._progress is not None
         try:
             self._service = Service(self._env_class, options, self._progress[0, 1:])
-        except ValueError as error:
+        except MakeError as error:
             raise ConfigError(str(error)) from error
         # Threads for streams with a place, and for as many that have sent no Hello.
         num_threads = 2 * options.num_streams + SPARE_THREADS

@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 
 from core import rollout
+from core.errors import MakeError
 from core.nests import ArraySpec, Nest, leaves
 from core.remote.codec import I64, LEN, VARINT, decode, fields_of, tag, varint
 from core.remote.messages import (
@@ -39,7 +40,7 @@ def arrays_of(spec: Nest, path: tuple[str | int, ...] = ()) -> tuple[Array, ...]
     items: Any
     if isinstance(spec, ArraySpec):
         if spec.dtype.name not in DTYPES:
-            raise ValueError(f"'{'/'.join(map(str, path))}' has dtype {spec.dtype}")
+            raise MakeError(f"'{'/'.join(map(str, path))}' has dtype {spec.dtype}")
         return (Array(path, spec.dtype.name, spec.shape),)
     items = spec.items() if isinstance(spec, dict) else enumerate(spec)
     arrays = [array for key, sub in items for array in arrays_of(sub, (*path, key))]

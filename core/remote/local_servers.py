@@ -12,6 +12,7 @@ import time
 
 from core import flag_types
 from core.errors import ConfigError, Exit
+from core.remote import child
 from core.remote.server_flags import SERVER_FLAGS
 from core.remote.supervisor import DELIVERED_STEPS
 from core.running import terminal
@@ -26,7 +27,6 @@ from core.running.supervise import (
 
 log = logging.getLogger(__name__)
 
-EXIT_S = 3.0  # Time for the servers to end; then they are killed.
 LAST_LINES_S = 0.2  # Time to read the last output of a process that has ended.
 
 
@@ -60,29 +60,16 @@ class LocalServers:
         self._start()
 
     def _start(self) -> None:
-        # The servers have a session of their own for two reasons. Ctrl-C reaches only
-        # this process, which then ends the servers. And Linux divides the cores between
+        # It has a session of its own for one more reason: Linux divides the cores among
         # sessions first (autogroup), so that learner and servers get equal shares.
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,  # Closes when this process ends, for any reason.
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self._process = child.start_process(self._command)
         self._reader = start_thread("env-servers", self._log_lines, self._process)
 
     def __enter__(self) -> "LocalServers":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
-            log.error("The environment servers did not stop within %g s", EXIT_S)
-            self._process.kill()
-            self._process.wait()
+        child.end_process("The supervisor of the servers", self._process)
         concurrent.futures.wait([self._reader], LAST_LINES_S)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -110,7 +97,7 @@ class LocalServers:
             late_s = time.monotonic() - self._restart_at
             # The new servers use the addresses of the old ones. So wait until the last
             # old server has ended, which closes the pipe of their output.
-            if late_s >= 0 and (self._reader.done() or late_s > EXIT_S):
+            if late_s >= 0 and (self._reader.done() or late_s > child.END_S):
                 self._restart_at = None
                 self._start()
             return

@@ -2,6 +2,7 @@
 """Flags about environment servers, for the learner and for polybeast_env."""
 
 import argparse
+import collections
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -88,8 +89,8 @@ def plain_addresses(text: str) -> tuple[str, ...]:
 
 
 def _checked(result: Sequence[str], text: str) -> tuple[str, ...]:
-    for address in result:
-        if result.count(address) > 1:
+    for address, count in collections.Counter(result).items():
+        if count > 1:
             raise argparse.ArgumentTypeError(
                 f"expected each address once, got {address} twice"
             )

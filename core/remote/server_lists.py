@@ -49,7 +49,8 @@ class Source(Protocol):
 
         Raises:
           ConfigError: the list cannot be used. A learner that starts ends. A learner
-            that runs warns once and continues with the last list.
+            that runs warns once and continues with the last list, but ends if machines
+            can no longer dial in.
           Unavailable: there is no list yet. A learner that starts waits for the list.
             A learner that runs warns once and continues with the last list.
         """
@@ -261,7 +262,7 @@ class ServerList:
         try:
             addresses = tuple(self._sources[i].addresses())
         except ConfigError as error:
-            if is_start:
+            if is_start or self._sources[i] is self._dialed_in:
                 raise
             problem = str(error)
         except Unavailable as error:

@@ -79,7 +79,7 @@ class Service:
       clock: [1] float64, as `Environments` takes it.
 
     Raises:
-      ValueError: the environment cannot be served.
+      MakeError: the environment cannot be served.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Service:
             self.name = options.name or name_of(envs.envs[0])
         self._space_messages = _space_messages(envs)
         self._action_arrays = frames.arrays_of(spec_of(self.action_space))
-        frames.arrays_of(spec_of(self._observation_space))  # Raises ValueError.
+        frames.arrays_of(spec_of(self._observation_space))  # Raises MakeError.
 
     def make_environments(
         self, hello: Hello, clock: np.ndarray, *, num_envs: int | None = None

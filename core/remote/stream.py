@@ -167,7 +167,8 @@ class Stream:
         self, code: grpc.StatusCode, text: str, *, permanent: bool = False
     ) -> Iterator[bytes]:
         """End the stream: send the whole error text, and its first line as status."""
-        text = text.strip()[-FAILURE_CHARS:]
+        # A name of a file that is not UTF-8 may be in the text.
+        text = text.strip()[-FAILURE_CHARS:].encode(errors="backslashreplace").decode()
         log.warning("The stream of %s failed: %s", self._who, text)
         yield codec.encode(ToLearner(failure=Failure(text, permanent)))
         self._set_status(code, text)

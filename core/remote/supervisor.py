@@ -35,7 +35,7 @@ from core.running.machine import (
 )
 from core.running.signals import STOP_SIGNALS, StopSignal, kill_if_hung
 from core.running.supervise import RestartBudget, describe_exit
-from core.running.unit import Unit
+from core.running.unit import Unit, end_units
 
 log = logging.getLogger(__name__)
 
@@ -189,9 +189,22 @@ class Servers:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             slot.process.start()
+        except OSError as error:  # No memory, or too many processes.
+            slot.pipe.close()
+            slot.process = slot.pipe = None
+            wait_s = slot.budget.died()
+            if wait_s is None:
+                raise
+            slot.restart_at = time.monotonic() + wait_s
+            log.warning(
+                "Server %d could not be started (%r); trying again in %.1f s",
+                slot.index,
+                error,
+                wait_s,
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        theirs.close()  # Otherwise the parent would not see the pipe's end.
+            theirs.close()  # Otherwise the parent would not see the pipe's end.
 
     def _receive(self, slot: ServerSlot) -> None:
         assert slot.pipe is not None
@@ -268,12 +281,7 @@ class Servers:
         processes = [s.process for s in self.slots if s.process is not None]
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + STOP_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
-        for process in processes:
-            process.join()
+        end_units(processes, STOP_S)
         if self._output is not None:
             self._output.close()
         for slot in self.slots:
@@ -330,7 +338,8 @@ def serve_one(
         pipe.send_bytes(f"config {error}".encode())
         sys.exit(Exit.CONFIG)
     except BaseException:
-        pipe.send_bytes(f"failed {traceback.format_exc().strip()}".encode())
+        text = f"failed {traceback.format_exc().strip()}"
+        pipe.send_bytes(text.encode(errors="backslashreplace"))
         raise
     signal.signal(signal.SIGTERM, lambda *_: server.stop("the server was stopped"))
     pipe.send_bytes(f"listening {address}".encode())

@@ -330,12 +330,12 @@ def weights_for(model: torch.nn.Module, found: Checkpoint) -> dict[str, torch.Te
     for name in got.keys() & expected.keys():
         if (got[name].dtype, expected[name].dtype) == (torch.float16, torch.float32):
             got[name] = got[name].float()
-    check_tensors(expected, got, what="model")
+    check_tensors(expected, got)
     return got
 
 
 def check_tensors(
-    expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor], *, what: str
+    expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]
 ) -> None:
     """Check that tensors from a file have the names, shapes and dtypes of a model's.
 
@@ -350,13 +350,13 @@ def check_tensors(
             with_dtype = file.dtype != ours.dtype
             differences.append(
                 f"{name}: file {_describe(file, with_dtype)}, "
-                f"{what} {_describe(ours, with_dtype)}"
+                f"model {_describe(ours, with_dtype)}"
             )
     differences.sort()
     differences += [f"missing {name}" for name in sorted(expected.keys() - got.keys())]
     differences += [f"unknown {name}" for name in sorted(got.keys() - expected.keys())]
     if differences:
-        raise CheckpointMismatch(one_line(f"{what}: {join_differences(differences)}"))
+        raise CheckpointMismatch(one_line(f"model: {join_differences(differences)}"))
 
 
 def _describe(tensor: torch.Tensor, with_dtype: bool) -> str:

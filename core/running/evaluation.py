@@ -19,7 +19,7 @@ import numpy as np
 
 from core.action_spaces import check_spaces
 from core.environments.stepping import Environments
-from core.errors import ConfigError
+from core.errors import ConfigError, MakeError
 from core.nests import Nest, map_nest
 from core.running import checkpoint, common_flags, dashboard
 from core.running.randomness import seed_rng
@@ -209,7 +209,7 @@ def test_run(
             envs = create_envs(
                 render_mode=render_mode, seed=seed, seed_every_game=True, clock=clock
             )
-        except ValueError as error:
+        except MakeError as error:
             raise ConfigError(str(error)) from error
         stack.enter_context(contextlib.closing(envs))
         check_spaces(envs.observation_space, envs.action_space)

@@ -42,7 +42,7 @@ class FileHandler(logging.Handler):
 class Logging:
     """Sends log records to the terminal and to out.log until closed."""
 
-    def __init__(self, run_dir: Path | None, *, verbose: bool = False):
+    def __init__(self, run_dir: Path | None):
         self._root = logging.getLogger()
         self._old_level = self._root.level
         self._handlers: list[logging.Handler] = [_console_handler()]
@@ -57,9 +57,8 @@ class Logging:
             if not isinstance(handler, RichHandler):
                 handler.setFormatter(logging.Formatter(_line_format(), _TIME_FORMAT))
             self._root.addHandler(handler)
-        level = logging.DEBUG if verbose else logging.INFO
         # Of several learners, only learner 0 logs INFO. The others log problems only.
-        self._root.setLevel(logging.WARNING if ranks.rank() else level)
+        self._root.setLevel(logging.WARNING if ranks.rank() else logging.INFO)
         logging.captureWarnings(True)
 
     def __enter__(self) -> "Logging":
@@ -98,7 +97,7 @@ def frequent_warnings(n: int) -> list[str]:
     return []
 
 
-def setup_logging(run_dir: Path | None, *, verbose: bool = False) -> Logging:
+def setup_logging(run_dir: Path | None) -> Logging:
     """Show log records on stderr and, with a run's folder, append them to its out.log.
 
     In a terminal the records appear above the live line of `StatusLine`. A second call
@@ -113,7 +112,7 @@ def setup_logging(run_dir: Path | None, *, verbose: bool = False) -> Logging:
         if (handler.name or "").startswith("torchbeast "):
             root.removeHandler(handler)
             handler.close()
-    return Logging(run_dir, verbose=verbose)
+    return Logging(run_dir)
 
 
 def _line_format() -> str:

@@ -227,7 +227,10 @@ class RunLog:
             file.close()
             report_lost(file)
         if self._wandb_run is not None:
-            self._wandb_run.finish()
+            try:
+                self._wandb_run.finish()
+            except Exception as error:
+                log.warning("Weights & Biases failed at the end of the run: %s", error)
             self._wandb_run = None
 
     def _report_errors(self) -> None:

@@ -85,7 +85,7 @@ class Snapshots:
                     f"--{key} as it was."
                 )
         model = found.tensors["model"]
-        checkpoint.check_tensors(learner.net.state_dict(), model, what="model")
+        checkpoint.check_tensors(learner.net.state_dict(), model)
         learner.net.load_state_dict(model)
         changes = self._restore_optimizers(found)
         learner.restore(state["learner"])

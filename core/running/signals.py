@@ -84,9 +84,10 @@ def show_stacks(pid: int) -> None:
     """Make a child process write its stacks: its faulthandler handles SIGUSR1.
 
     Return when the stacks are written, so that the stacks of several processes do not
-    mix, or after DUMP_S.
+    mix, or after DUMP_S. Do nothing if the process has just ended.
     """
-    os.kill(pid, signal.SIGUSR1)  # faulthandler does not need the GIL.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)  # faulthandler does not need the GIL.
     if sys.platform != "linux":
         time.sleep(DUMP_S / 10)  # Other systems do not show when a handler has ended.
         return

@@ -28,7 +28,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -137,6 +137,16 @@ class Unit:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def end_units(units: Sequence[Unit], limit_s: float) -> None:
+    """Wait for up to `limit_s` for the end of all units; kill those that still run."""
+    deadline = time.monotonic() + limit_s
+    for unit in units:
+        unit.join(max(0.0, deadline - time.monotonic()))
+        unit.kill()
+    for unit in units:
+        unit.join()
 
 
 def _run(

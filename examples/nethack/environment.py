@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from core.environments.make import make
+from core.errors import MakeError
 
 # The map, the line of numbers at the bottom, and the line of text at the top.
 OBSERVATION_KEYS = ("glyphs", "blstats", "message")
@@ -44,7 +45,7 @@ def make_env(name: str = "NetHackScore-v0", render_mode: str | None = None) -> g
       render_mode: None, or "rgb_array" for a picture of the map's tiles.
     """
     if render_mode not in (None, "rgb_array"):
-        raise ValueError(
+        raise MakeError(
             f"render_mode is {render_mode!r} but NLE has no window: use --mode test "
             "--video instead of --mode test_render."
         )

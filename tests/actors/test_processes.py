@@ -294,7 +294,8 @@ def broken_env():
     env = Catch()
 
     def step(action):
-        raise ValueError("simulator is out of coffeeee")
+        # As in a file's name that is not UTF-8.
+        raise ValueError("simulator is out of coffee \udcff")
 
     env.step = step
     return env
@@ -304,6 +305,14 @@ def hanging_env():
     env = Catch()
     env.step = lambda action: signal.pause()
     return env
+
+
+def test_an_error_of_the_environments_own_code_is_no_wrong_configuration():
+    def create_env():
+        raise ValueError("operands could not be broadcast together")
+
+    with pytest.raises(ValueError, match="broadcast"):  # Not a ConfigError.
+        prepare.read_spaces(create_env, DEADLINE_S)
 
 
 def test_a_buffer_in_the_replay_keeps_its_rollout_while_actors_write():

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import gymnasium as gym
@@ -222,3 +223,28 @@ def test_a_slow_check_says_how_far_it_has_come(monkeypatch, capsys):
     assert lines[0] == "playing: 0 of 7 steps"
     assert lines[-1] == "measuring: 6 of 7 steps"
     assert "playing: 299 of 300 steps" in lines
+
+
+class Large(CountingEnv):
+    """Observations of 100 KB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = gym.spaces.Box(0, 1, (25_000,), np.float32)
+
+    def reset(self, **options):
+        return np.zeros(25_000, np.float32), super().reset(**options)[1]
+
+    def step(self, action):
+        return np.zeros(25_000, np.float32), *super().step(action)[1:]
+
+
+def test_the_memory_it_takes_does_not_grow_with_the_steps(monkeypatch):
+    monkeypatch.setattr(check, "REPLAY_STEPS", 3)
+    tracemalloc.start()
+    try:
+        check.main(["tests.environments.test_check:Large", "--steps", "300"])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10e6

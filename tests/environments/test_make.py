@@ -111,6 +111,8 @@ def test_make_takes_an_id_that_a_module_registers(user_module):
         ("ale-vector:Pong", r"For Atari use --env ALE/Pong-v5 .*--envs_per_stream"),
         ("envpool:Ant-v4", r"return core.environments.vector.from_vector_env\(...\)"),
         ("Nobody-v0", "If another package registers this id, write package:ID"),
+        ("Cart Pole-v1", "--env Cart Pole-v1: Malformed environment ID"),
+        ("Ant-v3", "--env Ant-v3: .* moved to the gymnasium-robotics project"),
     ],
 )
 def test_make_of_an_unknown_name_says_what_to_do(name, message, monkeypatch):
@@ -138,6 +140,12 @@ def test_make_lets_an_error_inside_the_users_module_through(user_module):
     user_module("user_broken", "import not_installed_package\n")
     with pytest.raises(ModuleNotFoundError, match="not_installed_package"):
         make("user_broken:make")
+    gym.register("UserBroken-v0", "user_broken:make")
+    try:
+        with pytest.raises(ModuleNotFoundError, match="not_installed_package"):
+            make("UserBroken-v0")
+    finally:
+        gym.registry.pop("UserBroken-v0")
 
 
 def test_environment_servers_can_import_it_without_torch():

@@ -16,6 +16,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -23,7 +24,7 @@ import pytest
 
 from core.errors import ConfigError, Exit
 from core.remote import acceptor as acceptor_module
-from core.remote import child, dial_in, dialer, tls, tunnel
+from core.remote import child, dial_in, dialer, server_lists, tls, tunnel
 from core.remote.acceptor import Acceptor
 from core.remote.dialer import Link
 from core.remote.tunnel import ProtocolError
@@ -661,6 +662,7 @@ def test_several_learners_listen_at_ports_of_their_own(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert polybeast.parse_flags(["--listen", ":4431"]).listen == "127.0.0.1:4432"
+    assert polybeast.parse_flags(["--listen", ":0"]).listen == "127.0.0.1:0"  # Any.
 
 
 # -------------------------------------------------------------------------- processes
@@ -728,6 +730,45 @@ def test_a_port_in_use_is_named(learner, monkeypatch):
         learner(first.address)
 
 
+def test_an_acceptor_that_cannot_listen_again_ends_the_run_with_its_reason(
+    learner, monkeypatch
+):
+    monkeypatch.setattr(
+        dial_in, "Child", lambda name, command, handle: Impatient(name, command, handle)
+    )
+    monkeypatch.setattr(server_lists, "ASK_S", 0.01)
+    dialed_in = learner()
+    dialed_in._child._command[4] = dialed_in.address
+    host, _, port = dialed_in.address.rpartition(":")
+    acceptor_of(dialed_in).kill()
+    with (
+        contextlib.closing(taken(host, int(port))),
+        server_lists.ServerList(dialed_in=dialed_in) as servers,
+    ):
+        (watch,) = servers._threads.values()
+        with pytest.raises(ConfigError, match=f"{dialed_in.address}: the port is in"):
+            watch.result(DEADLINE_S)
+        with pytest.raises(ConfigError, match=f"{dialed_in.address}: the port is in"):
+            servers.check()
+
+
+def taken(host: str, port: int) -> socket.socket:
+    """Return a socket of another program that listens at a port, once it is free."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    def is_bound() -> bool:
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+    wait_until(is_bound)
+    listener.listen()
+    return listener
+
+
 class Impatient(child.Child):
     """Does not wait for an earlier learner's acceptor to end."""
 
@@ -778,6 +819,19 @@ def test_status_78_for_a_certificate_that_is_of_no_use(folders, tmp_path):
         text=True,
     )
     assert done.returncode == Exit.CONFIG and "swapped" in done.stdout
+
+
+def test_certificates_of_no_use_leave_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    flags = argparse.Namespace(
+        learner_address=["127.0.0.1:1"],
+        num_servers=1,
+        tls_dir=str(tmp_path / "missing"),
+        keepalive_s=5,
+    )
+    with pytest.raises(ConfigError, match="cannot read"):
+        dial_in.DialsOut(flags)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------- runs

@@ -337,11 +337,12 @@ def test_an_environment_that_cannot_be_made_later_is_a_failure(serve):
     def make():
         for env in envs:
             return env
-        raise OSError("no more simulators")
+        raise OSError("no simulator \udcff")  # As in a file's name that is not UTF-8.
 
     server = serve(make)
     for _ in range(2):
-        with pytest.raises(ServerFailure, match="OSError: no more simul") as failure:
+        said = r"OSError: no simulator \\udcff"
+        with pytest.raises(ServerFailure, match=said) as failure:
             EnvClient(server.address)
         assert not failure.value.permanent
 
@@ -947,6 +948,15 @@ def test_spaces_that_cannot_travel_are_named(folder):
 
     server = env_server.Server(make, f"unix:{folder}/s")
     with pytest.raises(ConfigError, match="Text"):
+        server.start()
+
+
+def test_an_error_of_the_environments_own_code_is_no_wrong_configuration(folder):
+    def make():
+        raise ValueError("operands could not be broadcast together")
+
+    server = env_server.Server(make, f"unix:{folder}/s")
+    with pytest.raises(ValueError, match="broadcast"):  # Not a ConfigError.
         server.start()
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor of the server processes. The program around it: test_servers."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,10 +10,12 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import polybeast
 import polybeast_env
+from core.errors import Exit
 from core.remote import local_servers, supervisor
 from core.running.signals import StopSignal
 from tests.conftest import DEADLINE_S, wait_until
@@ -64,6 +67,25 @@ def test_sockets_of_servers_that_could_not_say_they_listen_are_removed(folder):
         assert sockets.exists() == left
 
 
+def test_a_server_that_cannot_be_forked_is_tried_again(folder, monkeypatch, caplog):
+    def start(unit):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(supervisor.Unit, "start", start)
+    address = f"unix:{folder}/s"
+    flags = polybeast_env.parse_flags(["--env", "Catch", "--server_address", address])
+    with (
+        supervisor.Servers(flags, create_no_server, [address], StopSignal()) as servers,
+        pytest.raises(BlockingIOError),
+    ):
+        (slot,) = servers.slots
+        while True:
+            slot.restart_at = 0.0
+            servers.poll(0.0)
+            assert slot.process is slot.pipe is None
+    assert caplog.text.count("Server 0 could not be started") == 4
+
+
 JUST_STARTED = """
 import sys
 import polybeast_env
@@ -93,6 +115,18 @@ def test_servers_that_have_just_started_need_not_be_killed(folder):
     )
     statuses = set(map(int, done.stdout.split()))
     assert statuses and statuses <= {0, -signal.SIGTERM}, done.stdout + done.stderr
+
+
+def test_a_supervisor_that_is_stopped_at_the_end_is_continued(caplog):
+    caplog.set_level("INFO")
+    flags = polybeast.parse_flags(["--env", "Catch", "--num_servers", "1"])
+    with local_servers.LocalServers(flags) as servers:
+        wait_until(lambda: "Serving Catch" in caplog.text)
+        supervisor = psutil.Process(servers._process.pid)
+        supervisor.suspend()
+        wait_until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
+    assert "did not stop" not in caplog.text
+    assert servers._process.returncode == Exit.DONE
 
 
 def test_a_supervisor_that_is_always_killed_ends_the_run(folder, monkeypatch):

@@ -1017,7 +1017,7 @@ def test_optimizer_state_that_json_cannot_hold_is_refused():
 
 def test_equal_tensors_pass_the_check():
     tensors = make_model().state_dict()
-    checkpoint.check_tensors(tensors, dict(reversed(tensors.items())), what="model")
+    checkpoint.check_tensors(tensors, dict(reversed(tensors.items())))
 
 
 def test_each_difference_is_named_in_one_line():
@@ -1032,7 +1032,7 @@ def test_each_difference_is_named_in_one_line():
         "old": torch.zeros(5),
     }
     with pytest.raises(CheckpointMismatch) as error:
-        checkpoint.check_tensors(ours, file, what="model")
+        checkpoint.check_tensors(ours, file)
     assert str(error.value) == (
         "model: policy.weight: file [6,512], model [18,512]; "
         "steps: file float32[], model int64[]; missing core.weight_ih_l0; unknown old"
@@ -1042,4 +1042,4 @@ def test_each_difference_is_named_in_one_line():
 def test_many_differences_are_counted():
     ours = {f"layer{i:02}": torch.zeros(3) for i in range(11)}
     with pytest.raises(CheckpointMismatch, match="missing layer07; and 3 more$"):
-        checkpoint.check_tensors(ours, {}, what="model")
+        checkpoint.check_tensors(ours, {})

@@ -358,6 +358,7 @@ BAD_COMBINATIONS = [
     ("--xpid latest", ["--xpid is 'latest'", "Choose another name."]),
     ("--info_keys a,b,a", ["--info_keys", "each name once", "'a' twice"]),
     (f"--seed {2**70}", ["--seed", "at most 10^18", str(2**70)]),
+    (f"--seed 1e{'9' * 18}G", ["--seed", "at most 10^18", "9G"]),
     ("--info_keys speed,game_step", ["--info_keys", "'game_step'", "Leave it out"]),
     ("--info_keys game_return", ["--info_keys", "'game_return'", "Leave it out"]),
     ("--num_actions 6", ["no flag --num_actions. Did you mean --num_actors?"]),

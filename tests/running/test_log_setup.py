@@ -35,8 +35,8 @@ def test_setting_up_twice_shows_a_record_once(tmp_path, capsys):
 def test_closing_leaves_the_root_logger_as_it_was(tmp_path):
     root = logging.getLogger()
     before = list(root.handlers), root.level, warnings.showwarning
-    with log_setup.setup_logging(tmp_path, verbose=True):
-        assert root.level == logging.DEBUG
+    with log_setup.setup_logging(tmp_path):
+        assert root.level == logging.INFO
     assert (list(root.handlers), root.level, warnings.showwarning) == before
 
 

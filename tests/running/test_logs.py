@@ -234,6 +234,19 @@ def test_wandb_that_fails_is_left_alone(tmp_path, monkeypatch, caplog):
     assert [row["step"] for row in read_rows(tmp_path / "logs.csv")] == ["1", "2"]
 
 
+def test_wandb_that_fails_at_the_end_does_not_fail_the_run(
+    tmp_path, monkeypatch, caplog
+):
+    def finish():
+        raise OSError("no network")
+
+    run = SimpleNamespace(log=lambda row, step: None, finish=finish)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    with logs.RunLog(tmp_path, wandb=True) as run_log:
+        run_log.log({"step": 1})
+    assert "Weights & Biases failed at the end of the run: no network" in caplog.text
+
+
 def test_wandb_that_is_not_installed_is_refused_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):

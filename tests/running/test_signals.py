@@ -173,6 +173,13 @@ def test_a_process_that_cannot_show_its_stacks_is_not_waited_for_for_ever(
     start_thread("show", signals.show_stacks, process.pid).result(DEADLINE_S)
 
 
+def test_a_process_that_has_just_ended_has_no_stacks(deep_process):
+    process = deep_process(1, 1)
+    process.kill()
+    process.wait(DEADLINE_S)
+    signals.show_stacks(process.pid)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_threads_without_python_are_listed_too():
     done = run_python("""
