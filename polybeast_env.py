@@ -137,6 +137,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
     servers = parser.add_argument_group("environment servers")
     servers.add_argument(
         "--server_address",
+        type=server_flags.unquoted_address,
         help="host:port for the first server, the next ports for the others; or "
         f"unix:/path, with .0, .1... for several. Default: {SERVER_ADDRESS}. Without a "
         "host, :4431, only this machine can connect. With 0.0.0.0:4431 other machines "

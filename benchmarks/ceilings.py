@@ -64,6 +64,7 @@ PARTS = ("environment", "inference", "learner")
 # The parts of each program.
 PROGRAMS = {"monobeast": PARTS, "polybeast": (*PARTS, "transport")}
 TRIAL_WARM_UP_S, TRIAL_S = 3.0, 5.0
+LAST_LINES = 5  # Of a trainer that fails: what it says of its flags.
 FASTER = 1.04  # What a trial must gain: two runs of one setting differ by less.
 
 
@@ -227,11 +228,11 @@ def measure_whole(
       Steps per second, microseconds of CPU time per step and peak PSS (both of the
       whole process tree), and how busy each stage was.
     """
-    with tempfile.TemporaryDirectory() as savedir:
+    with tempfile.TemporaryDirectory() as savedir, tempfile.TemporaryFile() as stderr:
         child = subprocess.Popen(
             [sys.executable, "-m", program, "--savedir", savedir, "--xpid", "speed"]
             + ["--disable_checkpoint", "--log_interval_s", "1", *argv],
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             stdout=subprocess.DEVNULL,
         )
         peak, started = 0, None
@@ -248,9 +249,14 @@ def measure_whole(
         child.send_signal(signal.SIGTERM)
         child.wait()
         rows = read_progress(Path(savedir))
+        stderr.seek(0)
+        said = stderr.read().decode(errors="replace").splitlines()[-LAST_LINES:]
     warm = [row for row in rows if row["time_s"] >= warm_up_s]
     if len(warm) < 2 or len(cpu) < 2:
-        raise RuntimeError(f"{program} ended with {child.returncode} after {rows[-1:]}")
+        raise RuntimeError(
+            f"{program} ended with {child.returncode} after {rows[-1:]}. Its last "
+            "lines of stderr:\n" + "\n".join(said)
+        )
     # The slope of a line through all rows: steps come in lumps, as many as a batch has.
     times, steps = ([row[key] for row in warm] for key in ("time_s", "step"))
     sps = float(np.polyfit(times, steps, deg=1)[0])

@@ -28,6 +28,7 @@ from pathlib import Path
 
 try:
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -122,7 +123,11 @@ def make_ca(out: Path) -> None:
 
 def load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     ca = load_certificate(folder / "ca.pem")
-    key = serialization.load_pem_private_key(read(folder / "ca-key.pem"), None)
+    path = folder / "ca-key.pem"
+    try:
+        key = serialization.load_pem_private_key(read(path), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise CertsError(f"{path} is no private key, or encrypted: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or (
         key.public_key() != ca.public_key()
     ):

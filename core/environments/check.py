@@ -66,6 +66,13 @@ class Violations:
     def expected(self, name: str, expected: Any, got: Any) -> None:
         self.add(name, f"'{name}' expected {expected}, got {faults.describe(got)}")
 
+    def raised(self, error: Exception) -> None:
+        """Add an exception of the environment; show the traceback of the first."""
+        text = f"{type(error).__name__}: {error}"
+        if text not in self._first:
+            traceback.print_exception(error)
+        self.add(text, text)
+
     def lines(self) -> list[str]:
         return [
             f"{text} ({count} times)" if (count := self._count[kind]) > 1 else text
@@ -235,6 +242,19 @@ def print_rows(name: str, *, num_steps: int, seed: int) -> None:
     print(f"speed        {rate:,.0f} steps/s, one environment on one core")
 
 
+@contextlib.contextmanager
+def closing(found: Violations, env: gym.Env) -> Iterator[gym.Env]:
+    """Close `env` at the end of the block; an exception of `close` is a violation."""
+    try:
+        yield env
+    finally:
+        try:
+            with faults.only_exceptions("close()"):
+                env.close()
+        except Exception as error:
+            found.raised(error)
+
+
 def check(name: str, *, num_steps: int, seed: int) -> list[str]:
     """Print what the learner will see of `--env name`; return the violations.
 
@@ -245,8 +265,8 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
     """
     found = Violations()
     with (
-        contextlib.closing(make(name)) as used,
-        contextlib.closing(make(name)) as fresh,
+        closing(found, make(name)) as used,
+        closing(found, make(name)) as fresh,
     ):
         is_classic = isinstance(used, ClassicGym)
         api = "classic gym" if is_classic else "Gymnasium"
@@ -278,8 +298,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
             if not found.lines():  # Otherwise `found` has this error already.
                 found.add("rows", str(error))
         except Exception as error:
-            traceback.print_exc()
-            found.add("raises", f"{type(error).__name__}: {error}")
+            found.raised(error)
     return found.lines()
 
 

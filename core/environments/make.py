@@ -115,7 +115,9 @@ def _make_classic(name: str, **kwargs: Any) -> gym.Env:
         registry = classic_gym.envs.registry
         names = [f"gym:{known}" for known in getattr(registry, "env_specs", registry)]
         raise MakeError(_unknown(f"gym:{name}", names)) from None
-    except classic_gym.error.DependencyNotInstalled as error:
+    except (classic_gym.error.Error, ImportError) as error:
+        if getattr(error, "name", None) is not None:
+            raise  # The environment's own module has a wrong import.
         raise MakeError(f"--env gym:{name}: {error}") from error
 
 

@@ -64,6 +64,27 @@ def end_process(name: str, process: subprocess.Popen) -> None:
         process.wait()
 
 
+def start_again(
+    name: str, start: Callable[[], None], budget: RestartBudget
+) -> float | None:
+    """Call `start`. If it cannot fork, return the monotonic time to call this again.
+
+    Raises:
+      OSError: that of `start`, which has failed too often.
+    """
+    try:
+        start()
+    except OSError as error:  # No memory, too many processes or open files.
+        wait_s = budget.died()
+        if wait_s is None:
+            raise
+        log.warning(
+            "%s could not be started (%r); trying again in %.1f s", name, error, wait_s
+        )
+        return time.monotonic() + wait_s
+    return None
+
+
 class Child:
     """A process `python -m MODULE`. It is restarted if it dies, and ends with this one.
 
@@ -93,7 +114,7 @@ class Child:
         self._process = start_process(self._command)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._began, self._restart_at = time.monotonic(), None
+        self._began = time.monotonic()
 
     def __enter__(self) -> "Child":
         return self
@@ -110,9 +131,10 @@ class Child:
         Raises:
           ConfigError: the process ended because of its flags or certificates.
           RuntimeError: the process died too often.
+          OSError: the process could not be started, too often in a row.
         """
         if self._restart_at is not None and time.monotonic() >= self._restart_at:
-            self.start()
+            self._restart_at = start_again(self._name, self.start, self._budget)
         if self._process is None or self._restart_at is not None:
             return
         continue_if_stopped(self._name, self._process.pid)

@@ -92,14 +92,16 @@ class LocalServers:
         Raises:
           ConfigError: the servers cannot serve this environment.
           RuntimeError: the servers failed, or the supervisor was killed too often.
+          OSError: the supervisor could not be started, too often in a row.
         """
         if self._restart_at is not None:
             late_s = time.monotonic() - self._restart_at
             # The new servers use the addresses of the old ones. So wait until the last
             # old server has ended, which closes the pipe of their output.
             if late_s >= 0 and (self._reader.done() or late_s > child.END_S):
-                self._restart_at = None
-                self._start()
+                self._restart_at = child.start_again(
+                    "The supervisor of the servers", self._start, self._budget
+                )
             return
         continue_if_stopped("The supervisor of the servers", self._process.pid)
         status = self._process.poll()

@@ -65,6 +65,7 @@ def plain_addresses(text: str) -> tuple[str, ...]:
     """
     result: list[str] = []
     for part in filter(None, text.split(",")):
+        unquoted_address(part)
         match = re.fullmatch(r"(unix:/.*?|.*:)(?:(\d+)-)?(\d+)", part)
         if part.startswith("unix:/") and (match is None or match[2] is None):
             result.append(part)  # A path may end in a number without being a range.
@@ -86,6 +87,15 @@ def plain_addresses(text: str) -> tuple[str, ...]:
             )
         result += [f"{match[1]}{i}" for i in range(first, last + 1)]
     return _checked(result, text)
+
+
+def unquoted_address(text: str) -> str:
+    """Return an address unless gRPC would read it otherwise. For argparse's `type=`."""
+    if text.startswith("unix:") and "%" in text:
+        raise argparse.ArgumentTypeError(
+            f"expected a path without %, since gRPC decodes %41 to A, got {text!r}"
+        )
+    return text
 
 
 def _checked(result: Sequence[str], text: str) -> tuple[str, ...]:
@@ -174,6 +184,7 @@ def add_server_flags(group: Any) -> None:
     )
     group.add_argument(
         "--pipes_basename",
+        type=unquoted_address,
         metavar="unix:PATH",
         help="serve at the unix sockets PATH.0, PATH.1 and so on",
     )

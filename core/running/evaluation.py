@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import gymnasium as gym
 import numpy as np
@@ -102,15 +102,28 @@ def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
         print(f"Wrote {path}", flush=True)
 
 
+def _create_table(run_dir: Path) -> TextIO:
+    """Create a file that no other test writes, and open it."""
+    name = time.strftime("test-%Y%m%d-%H%M%S")
+    number = 1
+    while True:
+        suffix = f"-{number}" if number > 1 else ""
+        try:
+            return (run_dir / f"{name}{suffix}.csv").open("x", newline="")
+        except FileExistsError:
+            number += 1
+
+
 def report(
     games: Iterator[Game], run_dir: Path, *, step: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Print each game when it ends; then print statistics of all games.
 
-    Each game is also written to `run_dir/test-<time>.csv` as a row. The last two lines
-    show the statistics (mean, standard error, minimum and maximum of the return): first
-    as text, then as one JSON object with the keys `episodes` (number of full games),
-    `mean_return`, `stderr` and more.
+    Each game is also written to `run_dir/test-<time>.csv` as a row (the second test of
+    one second: `test-<time>-2.csv`, and so on). The last two lines show the statistics
+    (mean, standard error, minimum and maximum of the return): first as text, then as
+    one JSON object with the keys `episodes` (number of full games), `mean_return`,
+    `stderr` and more.
 
     Args:
       step: the step of the checkpoint.
@@ -119,9 +132,8 @@ def report(
     Returns:
       The JSON object.
     """
-    path = run_dir / time.strftime("test-%Y%m%d-%H%M%S.csv")
     played: list[Game] = []
-    with path.open("w", newline="") as file:
+    with _create_table(run_dir) as file:
         table = csv.writer(file)
         table.writerow(["game", "return", "steps", "episodes", "mean_life_return"])
         for game in games:
@@ -155,7 +167,7 @@ def report(
         "mean_life_return": statistics.fmean(lives),
         "mean_steps": statistics.fmean(game.steps for game in played),
         "step": step,
-        "csv": str(path),
+        "csv": file.name,
         **settings,
     }
     print(

@@ -309,13 +309,15 @@ class Lines:
     """Splits the output of processes into lines.
 
     Long lines are cut. After a burst of BURST_BYTES, output beyond BYTES_PER_S is left
-    out, and a line reports the number of bytes.
+    out in whole lines, and a line reports the number of bytes. (The rest of a line may
+    be half a JSON record.)
     """
 
     def __init__(self, max_line_bytes: int):
         self._max_bytes = max_line_bytes
         self._allowance, self._since = float(BURST_BYTES), time.monotonic()
         self._left_out, self._rest = 0, b""
+        self._is_in_line = False  # Whether the present line's start was left out.
 
     def feed(self, chunk: bytes) -> Iterator[str]:
         """Yield the lines that end in `chunk`."""
@@ -324,9 +326,16 @@ class Lines:
         self._allowance = min(BURST_BYTES, self._allowance)
         self._since = now
         if len(chunk) > self._allowance:
-            self._left_out += len(chunk)
+            self._left_out += len(self._rest) + len(chunk)
+            self._rest, self._is_in_line = b"", not chunk.endswith(b"\n")
             return
         self._allowance -= len(chunk)
+        if self._is_in_line:
+            end, newline, chunk = chunk.partition(b"\n")
+            self._left_out += len(end) + len(newline)
+            self._is_in_line = not newline
+            if self._is_in_line:
+                return
         if self._left_out:
             yield self._tell_left_out()
         *lines, rest = (self._rest + chunk).split(b"\n")
@@ -343,7 +352,7 @@ class Lines:
 
     def _tell_left_out(self) -> str:
         text = f"[{self._left_out:,} bytes of output left out]"
-        self._left_out, self._rest = 0, b""
+        self._left_out = 0
         return text
 
 

@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,9 +81,24 @@ class Trace:
             self._is_running = True
 
     def _write(self) -> None:
-        assert self._profiler is not None
+        assert self._profiler is not None and self._path is not None
         self._profiler.stop()
         self._is_running = False
+        with contextlib.suppress(OSError):  # Of an earlier run; or it cannot be opened.
+            self._path.unlink()
         self._profiler.export_chrome_trace(str(self._path))
         self._profiler = None  # Frees the memory of the recorded events.
-        log.info("Wrote %s", self._path)
+        if _is_complete(self._path):
+            log.info("Wrote %s", self._path)
+        else:
+            log.error("torch could not write %s: no folder, or no space?", self._path)
+
+
+def _is_complete(path: Path) -> bool:
+    """Return whether a trace has its end. torch prints errors but does not raise."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"}"
+    except OSError:  # There is no file, or an empty one.
+        return False

@@ -82,7 +82,12 @@ class Unit:
         self._process.start()
         if HAS_GUARD and self._is_direct:
             # multiprocessing's sentinel is a pipe, which forked children keep open.
-            self._pidfd = os.pidfd_open(self._process.pid)
+            try:
+                self._pidfd = os.pidfd_open(self._process.pid)
+            except OSError:  # Too many open files. Callers forget what did not start.
+                self._process.kill()
+                self.join()
+                raise
 
     @property
     def sentinel(self) -> int:

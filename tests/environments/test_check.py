@@ -90,6 +90,16 @@ class IgnoresSeed(CountingEnv):
         return super().reset(seed=None if seed is None else next(FRESH))
 
 
+class RaisesInClose(CountingEnv):
+    def close(self):
+        raise RuntimeError("still busy")
+
+
+class ExitsInClose(CountingEnv):
+    def close(self):
+        sys.exit(0)
+
+
 def broken(*script, **options):
     return lambda: Scripted(*script, **options)
 
@@ -122,6 +132,8 @@ BROKEN = {
     "step()": (broken((1, 2, 3, 4)), r"'step\(\)' expected .* got a tuple of 4"),
     "reset()": (broken(reset=frame()), r"'reset\(\)' expected .* got uint8\[2,3\]"),
     "raises": (broken(None, KeyError("boom")), "KeyError: 'boom'"),
+    "close()": (RaisesInClose, r"RuntimeError: still busy \(3 times\)"),
+    "exit": (ExitsInClose, r"EnvError: .* close\(\): SystemExit: 0 \(3 times\)"),
 }
 
 

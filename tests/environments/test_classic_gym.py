@@ -11,6 +11,7 @@ import pytest
 from core.environments.classic_gym import ClassicGym, adapt, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
+from core.errors import MakeError
 from tests.environments.helpers import (
     SEED,
     collect,
@@ -219,13 +220,20 @@ def test_make_adapts_classic_environments(monkeypatch):
     class Error(Exception):
         pass
 
+    class UnregisteredEnv(Error):
+        pass
+
     def fake_make(id, disable_env_checker=None, **kwargs):
         made.append((id, disable_env_checker, kwargs))
+        if " " in id:
+            raise Error(f"Malformed environment ID: {id}.")
+        if id == "Broken-v0":
+            import no_such_module  # noqa: F401
         if id != "Old-v0":
-            raise Error("no such id")
+            raise UnregisteredEnv("no such id")
         return OldEnv()
 
-    error = classic(UnregisteredEnv=Error, DependencyNotInstalled=OSError)
+    error = classic(Error=Error, UnregisteredEnv=UnregisteredEnv)
     registry = classic(registry={"Old-v0": None, "Older-v0": None})
     fake = classic(make=fake_make, error=error, envs=registry)
     monkeypatch.setitem(sys.modules, "gym", fake)
@@ -234,3 +242,7 @@ def test_make_adapts_classic_environments(monkeypatch):
     assert made == [("Old-v0", True, {"render_mode": "rgb_array"})]
     with pytest.raises(ValueError, match="--env gym:Olt-v0 .*Did you mean gym:Old-v0"):
         make("gym:Olt-v0")
+    with pytest.raises(MakeError, match="^--env gym:Old v0: Malformed environment ID"):
+        make("gym:Old v0")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        make("gym:Broken-v0")

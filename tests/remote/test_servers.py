@@ -1458,6 +1458,8 @@ def test_the_limit_of_open_files_is_raised(start):
         (["--num_servers", "0"], "whole number >= 1"),
         (["--server_address", ":1", "--pipes_basename", "unix:/a"], "Leave one out"),
         (["--pipes_basename", "host:1"], "must be unix:/path"),
+        (["--pipes_basename", "unix:/%41"], "--pipes_basename: expected a path with"),
+        (["--server_address", "unix:/%41"], "--server_address: expected a path with"),
         (["--env", "Catch", "--noop_max", "3"], "not an Atari"),
         (["--server_address", "unix:/a", "--tls_dir", "c"], "is for TCP"),
         (["--pipes_basename", "unix:/a", "--tls_dir", "c"], "is for TCP"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import psutil
@@ -16,7 +17,7 @@ import pytest
 import polybeast
 import polybeast_env
 from core.errors import Exit
-from core.remote import local_servers, supervisor
+from core.remote import child, local_servers, supervisor
 from core.running.signals import StopSignal
 from tests.conftest import DEADLINE_S, wait_until
 
@@ -84,6 +85,39 @@ def test_a_server_that_cannot_be_forked_is_tried_again(folder, monkeypatch, capl
             servers.poll(0.0)
             assert slot.process is slot.pipe is None
     assert caplog.text.count("Server 0 could not be started") == 4
+
+
+@pytest.mark.parametrize("kind", ["acceptor or dialer", "local servers"])
+def test_a_process_that_cannot_be_forked_is_tried_again(kind, monkeypatch, caplog):
+    def start(command):
+        if forks:
+            return subprocess.Popen(["cat"], stdin=PIPE, stdout=PIPE)
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(child, "start_process", start)
+    forks = True
+    if kind == "local servers":
+        flags = polybeast.parse_flags(["--env", "Catch", "--num_servers", "1"])
+        parent = local_servers.LocalServers(flags)
+    else:
+        parent = child.Child("The helper", [])
+        parent.start()
+    with parent:
+        parent._process.kill()
+        wait_until(lambda: parent.check() or parent._restart_at is not None)
+        for forks in False, False, True:
+            parent._restart_at = 0.0
+            parent.check()
+            assert (parent._restart_at is None) == forks
+        assert parent._process.poll() is None
+        assert caplog.text.count("could not be started (BlockingIOError(11") == 2
+        parent._process.kill()
+        forks = False
+        wait_until(lambda: parent.check() or parent._restart_at is not None)
+        with pytest.raises(BlockingIOError):
+            while parent._restart_at is not None:
+                parent._restart_at = 0.0
+                parent.check()
 
 
 JUST_STARTED = """

@@ -551,6 +551,19 @@ def test_a_ca_that_is_not_whole_is_named(tmp_path, capsys):
         assert certs.main(["--hosts", "new", "--out", str(tmp_path / out)]) == 1
         assert said in capsys.readouterr().err
         (tmp_path / "a/ca/ca-key.pem").unlink(missing_ok=True)
+    path = tmp_path / "b/ca/ca-key.pem"
+    whole = path.read_bytes()
+    key = serialization.load_pem_private_key(whole, None)
+    locked = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"x"),
+    )
+    for damaged in whole[:99], b"\xff" + whole[:40] + b"\xff" + whole[41:], locked:
+        path.write_bytes(damaged)
+        assert certs.main(["--hosts", "new", "--out", str(tmp_path / "b")]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{path} is no private key, or encrypted: " in line
     assert not list(tmp_path.glob("*/new"))
 
 

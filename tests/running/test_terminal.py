@@ -229,6 +229,19 @@ def test_more_than_anybody_reads_is_left_out_and_counted(monkeypatch):
     assert lines == ["12345678", "[9 bytes of output left out]"]
 
 
+def test_no_part_of_a_line_is_shown_after_output_was_left_out(monkeypatch):
+    monkeypatch.setattr(terminal, "BURST_BYTES", 20)  # So longer chunks are left out.
+    monkeypatch.setattr(terminal, "BYTES_PER_S", 1e12)
+    lines, long = terminal.Lines(terminal.MAX_LINE_BYTES), b"x" * 21
+    chunks = b'one\n{"a', long, b" half", b' half"}\n{"b": 2}\n', b"{", long[1:] + b"\n"
+    assert [list(lines.feed(chunk)) for chunk in chunks] == [
+        *(["one"], [], [], ["[37 bytes of output left out]", '{"b": 2}'], [], [])
+    ]
+    assert list(lines.feed(b"two\nthr")) == ["[22 bytes of output left out]", "two"]
+    assert list(lines.feed(long)) == []
+    assert list(lines.end()) == ["[24 bytes of output left out]"]
+
+
 def chatter(theirs) -> None:
     terminal.redirect_output(theirs)
     print("from Python")

@@ -2,6 +2,9 @@
 """`core.running.trace`: what a trace has before it is written."""
 
 import json
+import os
+
+import pytest
 
 from core.running.trace import TRACED_SPANS, UNTRACED_UPDATES, Trace
 
@@ -25,3 +28,22 @@ def test_a_trace_is_written_once_it_has_enough_of_each_span(tmp_path):
         trace.tick(1000)
     events = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
     assert [events.count(name) for name in ("inference", "learn")] == [TRACED_SPANS] * 2
+
+
+@pytest.mark.parametrize("fault", ["no folder", "disk full"])
+def test_a_trace_that_torch_cannot_write_is_not_called_written(fault, tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = tmp_path / "trace.json"
+    with Trace(path) as trace:
+        trace.tick(0)
+        trace.tick(UNTRACED_UPDATES)
+        if fault == "no folder":
+            tmp_path.rmdir()
+        else:
+            export = trace._profiler.export_chrome_trace
+            trace._profiler.export_chrome_trace = lambda path: (
+                export(path) or os.truncate(path, 1000)
+            )
+    (record,) = caplog.records
+    said = f"torch could not write {path}: no folder, or no space?"
+    assert record.getMessage() == said

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Units: a worker and all that its environments start end together."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -89,3 +90,21 @@ def test_all_of_a_unit_ends_with_its_killed_program(program, frozen):
         unit[name].suspend()
     process.kill()
     wait_until(lambda: ended(unit.values()))
+
+
+def test_a_unit_that_cannot_be_watched_is_ended(monkeypatch):
+    def pidfd_open(pid):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    ours, theirs = multiprocessing.Pipe()
+    unit = Unit(multiprocessing.get_context("fork"), signal.pause, (), name="unit")
+    try:
+        with pytest.raises(OSError, match="open files"):
+            unit.start()
+        theirs.close()
+        assert unit.exitcode == -signal.SIGKILL
+        assert ours.poll(DEADLINE_S)  # No process has the other end any more.
+    finally:
+        unit.kill()
+        unit.join()

@@ -305,6 +305,7 @@ def test_addresses_are_a_comma_list_with_ranges(text, expected):
         ("host:0-3", "ports from 1 to 65535"),
         ("a:1-3,a:3", "a:3 twice"),
         ("unix:/a,unix:/a", "unix:/a twice"),
+        ("unix:/a%41.0-1", "without %"),
         ("@hosts,file:hosts", "file:hosts twice"),
         ("dns:envs", "expected dns:NAME:PORT"),
         ("dns::1", "expected dns:NAME:PORT"),
@@ -520,6 +521,7 @@ BAD_COMBINATIONS = [
         ["--num_actors is 7", "is 4"],
     ),
     ("--pipes_basename /tmp/a", ["--pipes_basename is /tmp/a", "unix:/path"]),
+    ("--pipes_basename unix:/a%41", ["--pipes_basename: expected a path without %"]),
     (
         "--pipes_basename 127.0.0.1:5",
         ["--pipes_basename is 127.0.0.1:5", "--server_addresses"],
