@@ -98,7 +98,7 @@ def _is_complete(path: Path) -> bool:
     """Return whether a trace has its end. torch prints errors but does not raise."""
     try:
         with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read() == b"}"
+            file.seek(-2, os.SEEK_END)
+            return file.read().rstrip().endswith(b"}")
     except OSError:  # There is no file, or an empty one.
         return False
