@@ -280,24 +280,12 @@ class Actors:
         )
         self._incarnation += 1
         self._clock[i] = 0.0
-        try:
-            process.start()
-        except (OSError, EOFError) as error:
-            # Most likely the fork server has died; multiprocessing starts another.
-            wait_s = slot.budget.died()
-            if wait_s is None:
-                raise
-            slot.restart_at = time.monotonic() + wait_s
-            log.warning(
-                "Actor %d could not be started (%r); trying again in %.1f s",
-                i,
-                error,
-                wait_s,
-            )
+        slot.restart_at = slot.budget.start(f"Actor {i}", process.start)
+        if slot.restart_at is not None:
             return
         slot.process = process
         theirs.close()  # Otherwise we would not see that the actor's end is closed.
-        slot.restart_at = slot.reason = None
+        slot.reason = None
         with self._changed:
             slot.pipe = ours
             self._hand_out()

@@ -64,27 +64,6 @@ def end_process(name: str, process: subprocess.Popen) -> None:
         process.wait()
 
 
-def start_again(
-    name: str, start: Callable[[], None], budget: RestartBudget
-) -> float | None:
-    """Call `start`. If it cannot fork, return the monotonic time to call this again.
-
-    Raises:
-      OSError: that of `start`, which has failed too often.
-    """
-    try:
-        start()
-    except OSError as error:  # No memory, too many processes or open files.
-        wait_s = budget.died()
-        if wait_s is None:
-            raise
-        log.warning(
-            "%s could not be started (%r); trying again in %.1f s", name, error, wait_s
-        )
-        return time.monotonic() + wait_s
-    return None
-
-
 class Child:
     """A process `python -m MODULE`. It is restarted if it dies, and ends with this one.
 
@@ -134,7 +113,7 @@ class Child:
           OSError: the process could not be started, too often in a row.
         """
         if self._restart_at is not None and time.monotonic() >= self._restart_at:
-            self._restart_at = start_again(self._name, self.start, self._budget)
+            self._restart_at = self._budget.start(self._name, self.start)
         if self._process is None or self._restart_at is not None:
             return
         continue_if_stopped(self._name, self._process.pid)

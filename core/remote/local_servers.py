@@ -99,8 +99,8 @@ class LocalServers:
             # The new servers use the addresses of the old ones. So wait until the last
             # old server has ended, which closes the pipe of their output.
             if late_s >= 0 and (self._reader.done() or late_s > child.END_S):
-                self._restart_at = child.start_again(
-                    "The supervisor of the servers", self._start, self._budget
+                self._restart_at = self._budget.start(
+                    "The supervisor of the servers", self._start
                 )
             return
         continue_if_stopped("The supervisor of the servers", self._process.pid)

@@ -168,9 +168,9 @@ class Servers:
         if self._flags.remove_folder:
             make_private(os.path.dirname(slot.address.removeprefix("unix:")))
         slot.progress[:] = 0.0
-        slot.restart_at = slot.reason = None
-        slot.pipe, theirs = self._context.Pipe(duplex=False)
-        slot.process = Unit(
+        slot.reason = None
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = Unit(
             self._context,
             serve_one,
             (
@@ -188,23 +188,13 @@ class Servers:
         # which would lose a signal that should end the child.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            slot.process.start()
-        except OSError as error:  # No memory, or too many processes.
-            slot.pipe.close()
-            slot.process = slot.pipe = None
-            wait_s = slot.budget.died()
-            if wait_s is None:
-                raise
-            slot.restart_at = time.monotonic() + wait_s
-            log.warning(
-                "Server %d could not be started (%r); trying again in %.1f s",
-                slot.index,
-                error,
-                wait_s,
-            )
+            name = f"Server {slot.index}"
+            slot.restart_at = slot.budget.start(name, process.start)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             theirs.close()  # Otherwise the parent would not see the pipe's end.
+        if slot.restart_at is None:
+            slot.process, slot.pipe = process, ours
 
     def _receive(self, slot: ServerSlot) -> None:
         assert slot.pipe is not None

@@ -201,6 +201,30 @@ class RestartBudget:
             return None
         return min(self._first_wait_s * 2 ** (self.quick_deaths - 1), self._max_wait_s)
 
+    def start(self, name: str, start: Callable[[], None]) -> float | None:
+        """Call `start`. If it fails, return the monotonic time to call this again.
+
+        There may be too little memory for a moment, or too many processes or open
+        files; or a fork server has died, and multiprocessing starts another.
+
+        Raises:
+          OSError, EOFError: that of `start`, which has failed too often.
+        """
+        try:
+            start()
+        except (OSError, EOFError) as error:
+            wait_s = self.died()
+            if wait_s is None:
+                raise
+            log.warning(
+                "%s could not be started (%r); trying again in %.1f s",
+                name,
+                error,
+                wait_s,
+            )
+            return time.monotonic() + wait_s
+        return None
+
 
 class Watchdog:
     """If there is no progress, logs every thread's stack and raises `StallError`.
