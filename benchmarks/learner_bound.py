@@ -74,6 +74,7 @@ def measure(flags: argparse.Namespace, folder: str) -> dict[str, float]:
         [a for a in addresses for _ in range(flags.streams_per_server)],
         (),
         named_rows=True,
+        num_envs=flags.envs_per_stream,
         inference_keys=polybeast.NET_INPUTS,
     )
     lock = threading.Lock()

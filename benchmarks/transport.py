@@ -219,6 +219,7 @@ def learn(
         addresses.split(",") * streams,
         (),
         named_rows=True,
+        num_envs=K,
         inference_keys=polybeast.NET_INPUTS,
         tls=tls.read(tls_dir, is_server=False),
         num_threads=num_threads,

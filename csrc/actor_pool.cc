@@ -20,6 +20,9 @@ PoolOptions checked(PoolOptions options) {
   require(options.unroll_length >= 1,
           "unroll_length is " + std::to_string(options.unroll_length) +
               ", expected at least 1");
+  require(options.num_envs >= 1, "num_envs is " +
+                                     std::to_string(options.num_envs) +
+                                     ", expected at least 1");
   require(options.learner_queue != nullptr, "learner_queue is missing");
   require(options.inference_batcher != nullptr, "inference_batcher is missing");
   for (const auto& [what, batch_dim] :

@@ -21,6 +21,7 @@ class PoolRun;
 
 struct PoolOptions {
   int64_t unroll_length = 0;  // T, the number of agent steps in a rollout.
+  int64_t num_envs = 1;       // K, the number of environments of each stream.
   std::shared_ptr<BatchingQueue> learner_queue;       // batch_dim is 1.
   std::shared_ptr<DynamicBatcher> inference_batcher;  // batch_dim is 1.
   std::vector<std::string> addresses;  // One per stream; see set_addresses.
@@ -99,8 +100,8 @@ struct PoolStats {
 // the inference batcher for an action for every observation, sends the actions
 // to the servers, and enqueues rollouts for the learner.
 //
-// A stream carries K environments; the server says how many. Stream i has the
-// environments i*K to i*K + K - 1. A rollout has T + 1 rows; its last row is
+// A stream carries K environments. Stream i has the environments i*K to
+// i*K + K - 1. A rollout has T + 1 rows; its last row is
 // row 0 of the next one (the table in core/rollout.py). An item of the
 // learner queue is a whole learner batch. It has C columns: the smallest
 // multiple of K that is at least the queue's minimum_batch_size.
@@ -121,10 +122,9 @@ struct PoolStats {
 //   run   blocks until stop(), or until the queue or the batcher is closed.
 //         Throws the first permanent failure: ServerMismatch; ActorError after
 //         max_failures, with the server's message; AsyncError if an inference
-//         batch was dropped; std::invalid_argument if K does not fit the queue.
-//         May be called once. Without named_rows, the failure also goes to
-//         `fail` of the queue and the batcher, because the main loop of a
-//         TorchBeast learner of 2019 only asks for their sizes.
+//         batch was dropped. May be called once. Without named_rows, the
+//         failure also goes to `fail` of the queue and the batcher, because the
+//         main loop of a TorchBeast learner of 2019 only asks for their sizes.
 //   stop  ends run() and returns when run() has ended. Any thread may call it,
 //         at any time and more than once, except the transport's threads.
 //         Blocks.

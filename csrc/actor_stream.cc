@@ -41,9 +41,7 @@ void ActorStream::connect(Lock& lock) {
   hello.run_id = options.run_id;
   hello.info_keys = options.info_keys;
   hello.seed = options.seed;
-  // Environments are numbered index_ * K onwards. If K is not known yet, 0 is
-  // right for stream 0 only; see Life::probes_only.
-  hello.first_env_id = env ? index_ * env->num_envs : 0;
+  hello.first_env_id = index_ * options.num_envs;
   hello.incarnation = options.first_incarnation + incarnations_;
   hello.newest_frames = takes_newest_frames_;
   hello.truncation_is_done = !options.named_rows;
@@ -51,7 +49,7 @@ void ActorStream::connect(Lock& lock) {
   ++attempts_;
   // Destroy the last connection without the lock: that calls the transport.
   std::optional<Life> before = std::exchange(life_, std::nullopt);
-  life_.emplace(Life{.probes_only = !env && index_ > 0, .rollout = {index_}});
+  life_.emplace(Life{.rollout = {index_}});
   const size_t limit = env ? env->max_message_bytes : kMaxMessageBytes;
 
   lock.unlock();
@@ -140,7 +138,7 @@ void ActorStream::on_goodbye(const wire::Goodbye& goodbye) {
 }
 
 void ActorStream::on_welcome(const Segments& message, wire::Piece body) {
-  wire::Welcome welcome = wire::decode_welcome(message, body);
+  const wire::Welcome welcome = wire::decode_welcome(message, body);
   const EnvSpec* env = nullptr;
   {
     std::lock_guard lock(run_.mu_);
@@ -148,7 +146,6 @@ void ActorStream::on_welcome(const Segments& message, wire::Piece body) {
     if (life_->welcomed) throw wire::DecodeError("a second Welcome");
     env = run_.env_.get();
   }
-  std::unique_ptr<const EnvSpec> made;
   try {
     if (welcome.protocol != wire::kProtocol) {
       throw ActorError(
@@ -156,42 +153,35 @@ void ActorStream::on_welcome(const Segments& message, wire::Piece body) {
           " of the protocol, expected " + std::to_string(wire::kProtocol) +
           "; install the same version on both sides");
     }
-    if (env) {
-      check_same(*env, welcome);
-    } else {  // No other stream connects before the first Welcome.
-      made = std::make_unique<const EnvSpec>(
-          make_env_spec(address_, std::move(welcome), message.size(),
-                        run_.spec_options_, *run_.buffers_));
-      env = made.get();
+    if (welcome.num_envs != run_.options_.num_envs) {
+      throw ActorError("the server plays " + std::to_string(welcome.num_envs) +
+                       " environments per stream, expected " +
+                       std::to_string(run_.options_.num_envs) +
+                       " (num_envs); all servers of a run need the same "
+                       "--envs_per_stream");
     }
+    if (!env) {
+      env = run_.set_env(make_env_spec(address_, welcome, message.size(),
+                                       run_.spec_options_, *run_.buffers_));
+    }
+    check_same(*env, welcome);  // Another Welcome may have been the first.
   } catch (const ActorError& error) {
     give_up(error.what(), true);
     return;
   }
 
-  std::shared_ptr<Stream> stream;
-  {
-    std::lock_guard lock(run_.mu_);
-    if (life_->closing || run_.stopping_) return;
-    if (made) run_.set_env_locked(std::move(made));
-    if (!life_->probes_only) {
-      life_->welcomed = true;
-      ++run_.connects_;
-      ++incarnations_;
-      if (std::exchange(was_connected_, true)) {
-        ++run_.reconnects_;
-        run_.add_event_locked(describe_locked() + ": connected again");
-      }
-      life_->agent_state = env->initial_state;
-      state_ = StreamState::kWaitingForEnv;
-      life_->asked_at = Clock::now();
-      return;
-    }
-    attempts_ = 0;
-    give_up_locked();
-    stream = life_->stream;
+  std::lock_guard lock(run_.mu_);
+  if (life_->closing || run_.stopping_) return;
+  life_->welcomed = true;
+  ++run_.connects_;
+  ++incarnations_;
+  if (std::exchange(was_connected_, true)) {
+    ++run_.reconnects_;
+    run_.add_event_locked(describe_locked() + ": connected again");
   }
-  stream->cancel();
+  life_->agent_state = env->initial_state;
+  state_ = StreamState::kWaitingForEnv;
+  life_->asked_at = Clock::now();
 }
 
 void ActorStream::on_step(Segments message) {
@@ -232,7 +222,7 @@ void ActorStream::on_closed(const std::string& why, bool transient) {
 // the row was the last one, begins the next rollout first.
 void ActorStream::receive(Segments message) {
   Life& life = *life_;
-  const int64_t K = run_.env_->num_envs;
+  const int64_t K = run_.options_.num_envs;
   const auto now = Clock::now();
   try {
     decode(message);
@@ -513,21 +503,15 @@ void ActorStream::count_failure_locked(const std::string& why, bool permanent) {
 // connect again after a back-off.
 void ActorStream::finish_close_locked() {
   run_.discard_rollout_locked(life_->rollout);
-  if (run_.probe_ == this) run_.probe_ = nullptr;
   if (address_ != wanted_) {
     set_address_locked();
     return;
   }
-  double delay_s = 0;
-  // No delay after a connection that only probed and was welcomed: that resets
-  // attempts_.
-  if (!life_->probes_only || attempts_ > 0) {
-    delay_s = std::min(
-        run_.options_.first_backoff_s * std::exp2(std::max(attempts_ - 1, 0)),
-        kMaxBackoffS);
-    // A random delay, so that the streams of a server do not all come at once.
-    delay_s *= std::uniform_real_distribution(0.5, 1.0)(run_.random_);
-  }
+  double delay_s = std::min(
+      run_.options_.first_backoff_s * std::exp2(std::max(attempts_ - 1, 0)),
+      kMaxBackoffS);
+  // A random delay, so that the streams of a server do not all come at once.
+  delay_s *= std::uniform_real_distribution(0.5, 1.0)(run_.random_);
   state_ = StreamState::kWaitingToConnect;
   run_.to_connect_.emplace(Clock::now() + seconds(delay_s), this);
   run_.changed_.notify_all();
@@ -575,11 +559,9 @@ void ActorStream::set_address_locked() {
 
 std::string ActorStream::describe_locked() const {
   std::string text = address_ + " (stream " + std::to_string(index_);
-  if (run_.env_) {
-    const int64_t first = index_ * run_.env_->num_envs;
-    text += ", environments " + std::to_string(first) + " to " +
-            std::to_string(first + run_.env_->num_envs - 1);
-  }
+  const int64_t K = run_.options_.num_envs;
+  text += ", environments " + std::to_string(index_ * K) + " to " +
+          std::to_string(index_ * K + K - 1);
   return text + "), step " + std::to_string(life_ ? life_->next_seq : 0);
 }
 

@@ -91,10 +91,6 @@ class ActorStream final : public StreamEvents {
   // All that belongs to one connection. connect() makes a new Life, so nothing
   // of a lost connection can reach the next one.
   struct Life {
-    // The Hello had a wrong first_env_id, because K was not known. The
-    // connection ends with the Welcome, which says K, and the stream connects
-    // again.
-    const bool probes_only = false;
     std::shared_ptr<Stream> stream = nullptr;
     bool started = false;   // connect() has called Stream::start.
     bool welcomed = false;  // A Welcome has come, and the stream has not ended.

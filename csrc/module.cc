@@ -109,7 +109,8 @@ std::shared_ptr<ActorPool> make_actor_pool(
     uint64_t seed, std::string run_id, uint64_t first_incarnation,
     int max_failures, double step_timeout_s, double keepalive_s,
     int num_threads, std::optional<PemFiles> tls,
-    const std::vector<PyValueRange>& value_ranges, size_t max_streams) {
+    const std::vector<PyValueRange>& value_ranges, size_t max_streams,
+    int64_t num_envs) {
   for (const auto& address : env_server_addresses) check_address(address);
   PoolOptions options;
   options.unroll_length = unroll_length;
@@ -117,6 +118,7 @@ std::shared_ptr<ActorPool> make_actor_pool(
   options.inference_batcher = std::move(inference_batcher);
   options.addresses = std::move(env_server_addresses);
   options.max_streams = max_streams;
+  options.num_envs = num_envs;
   options.initial_agent_state = to_nest(initial_agent_state);
   options.named_rows = named_rows;
   options.inference_keys = std::move(inference_keys);
@@ -325,7 +327,8 @@ void bind_actor_pool(py::module_& m) {
            py::arg("max_failures") = 5, py::arg("step_timeout_s") = 0.0,
            py::arg("keepalive_s") = kDefaultKeepaliveS,
            py::arg("num_threads") = 1, py::arg("tls") = py::none(),
-           py::arg("value_ranges") = py::tuple(), py::arg("max_streams") = 0)
+           py::arg("value_ranges") = py::tuple(), py::arg("max_streams") = 0,
+           py::arg("num_envs") = 1)
       .def(
           "run",  // Blocks.
           [](const Pool& self) { call_without_gil([&] { self->run(); }); },

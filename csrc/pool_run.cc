@@ -28,12 +28,13 @@ constexpr double kMaxCheckS = 1.0;
 
 PoolRun::PoolRun(PoolOptions options, std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
-      spec_options_{options_.initial_agent_state,
-                    options_.named_rows,
-                    options_.inference_keys,
-                    options_.value_ranges,
-                    options_.learner_queue->options().minimum_batch_size,
-                    options_.learner_queue->options().maximum_batch_size},
+      spec_options_{
+          options_.initial_agent_state,
+          options_.named_rows,
+          options_.inference_keys,
+          options_.value_ranges,
+          options_.num_envs,
+          num_columns(options_.num_envs, options_.learner_queue->options())},
       transport_(std::move(transport)),
       dequeued_before_(options_.learner_queue->dequeued()),
       dropped_before_(options_.learner_queue->dropped()) {
@@ -155,7 +156,7 @@ void PoolRun::work() {
       stream->resume(lock);
     } else if (ActorStream* due = next_to_connect_locked()) {
       due->connect(lock);
-    } else if (to_connect_.empty() || probe_) {
+    } else if (to_connect_.empty()) {
       wait_interruptibly(lock, changed_, next_timeout_check_);
     } else {
       wait_interruptibly(
@@ -216,12 +217,11 @@ ActorStream* PoolRun::next_to_resume_locked() {
 }
 
 ActorStream* PoolRun::next_to_connect_locked() {
-  if (to_connect_.empty() || probe_) return nullptr;
+  if (to_connect_.empty()) return nullptr;
   const auto first = to_connect_.begin();
   if (first->first > Clock::now()) return nullptr;
   ActorStream* const stream = first->second;
   to_connect_.erase(first);
-  if (!env_ && !stream->address_.empty()) probe_ = stream;
   return stream;
 }
 
@@ -248,8 +248,8 @@ void PoolRun::tear_down() {
     messages.push_back(std::exchange(life.held, std::nullopt));
   }
   if (slabs_) {
-    const int64_t steps =
-        options_.unroll_length * env_->num_envs * slabs_->num_finished_locked();
+    const int64_t steps = options_.unroll_length * options_.num_envs *
+                          slabs_->num_finished_locked();
     discarded_ += steps;
     in_slabs_ -= steps;
     slabs = slabs_->clear_locked();
@@ -276,21 +276,23 @@ bool PoolRun::has_ended_locked() const {
 // queue is below its maximum, all would begin at the same time, and the learner
 // would wait for them.
 bool PoolRun::has_room_locked(size_t others) const {
-  const int64_t theirs = static_cast<int64_t>(others) * env_->num_envs;
+  const int64_t theirs = static_cast<int64_t>(others) * options_.num_envs;
   return options_.learner_queue->has_room(theirs);
 }
 
-void PoolRun::set_env_locked(std::unique_ptr<const EnvSpec> env) {
-  env_ = std::move(env);
+// Sets env_, unless another thread was faster. Returns env_.
+const EnvSpec* PoolRun::set_env(EnvSpec env) {
+  std::lock_guard lock(mu_);
+  if (env_) return env_.get();
+  env_ = std::make_unique<const EnvSpec>(std::move(env));
   slabs_ = std::make_unique<Slabs>(*env_, options_.unroll_length, num_wanted_,
                                    options_.learner_queue->buffers());
-  probe_ = nullptr;
-  changed_.notify_all();
+  return env_.get();
 }
 
 void PoolRun::discard_rollout_locked(Rollout& rollout) {
   if (!rollout.slab) return;
-  const int64_t steps = slabs_->discard_locked(rollout) * env_->num_envs;
+  const int64_t steps = slabs_->discard_locked(rollout) * options_.num_envs;
   discarded_ += steps;
   in_slabs_ -= steps;
 }

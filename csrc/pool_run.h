@@ -62,7 +62,7 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   // Called by the streams.
   bool has_ended_locked() const;
   bool has_room_locked(size_t others) const;
-  void set_env_locked(std::unique_ptr<const EnvSpec> env);
+  const EnvSpec* set_env(EnvSpec env);
   void discard_rollout_locked(Rollout& rollout);
   void deliver(Slab* slab);
   std::vector<Slabs::Move> begin_moves_locked(Slab& young);
@@ -96,8 +96,6 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   std::unique_ptr<const EnvSpec> env_;
   std::unique_ptr<const AgentSpec> agent_;
   std::unique_ptr<Slabs> slabs_;
-  // Until the first Welcome says K, one stream at a time may connect: this one.
-  ActorStream* probe_ = nullptr;
 
   size_t num_wanted_ = 0;  // Streams that shall have an address.
 

@@ -120,23 +120,6 @@ Structure::Ptr select_inputs(const Structure& rows,
   return Structure::dict(std::move(children));
 }
 
-// The smallest multiple of K that the learner queue accepts as a batch.
-int64_t num_columns(int64_t num_envs, const SpecOptions& options) {
-  const int64_t columns =
-      (options.minimum_batch_size + num_envs - 1) / num_envs * num_envs;
-  if (columns > options.maximum_batch_size) {
-    throw std::invalid_argument(
-        "Environment servers play " + std::to_string(num_envs) +
-        " environments per stream, and no multiple of that is a batch of " +
-        std::to_string(options.minimum_batch_size) + " to " +
-        std::to_string(options.maximum_batch_size) +
-        " rollouts, as the learner queue asks for; choose a minimum_batch_size "
-        "that is a multiple of " +
-        std::to_string(num_envs));
-  }
-  return columns;
-}
-
 // Repeats the state of one environment for each environment of a stream.
 Array tile(const StateLeaf& leaf, const Array& one, int64_t num_envs,
            BufferPool& buffers) {
@@ -405,14 +388,29 @@ void check_initial_state(const Nest& initial_agent_state) {
   }
 }
 
-EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
+int64_t num_columns(int64_t num_envs, const QueueOptions& queue) {
+  const int64_t columns =
+      (queue.minimum_batch_size + num_envs - 1) / num_envs * num_envs;
+  if (columns > queue.maximum_batch_size) {
+    throw std::invalid_argument(
+        "num_envs is " + std::to_string(num_envs) +
+        ", and no multiple of it is a batch of " +
+        std::to_string(queue.minimum_batch_size) + " to " +
+        std::to_string(queue.maximum_batch_size) +
+        " rollouts, as the learner queue asks for; choose a minimum_batch_size "
+        "that is a multiple of " +
+        std::to_string(num_envs));
+  }
+  return columns;
+}
+
+EnvSpec make_env_spec(const std::string& address, const wire::Welcome& welcome,
                       size_t welcome_bytes, const SpecOptions& options,
                       BufferPool& buffers) {
   EnvSpec spec;
   spec.address = address;
-  spec.num_envs = welcome.num_envs;
-  if (spec.num_envs == 0) throw ActorError("the Welcome has 0 num_envs");
-  spec.columns = num_columns(spec.num_envs, options);
+  spec.num_envs = options.num_envs;
+  spec.columns = options.columns;
 
   wire::Layout layout;
   try {
@@ -440,7 +438,7 @@ EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
   set_state(options, buffers, spec);
   set_inputs(options, spec);
   set_ranges(welcome, options, spec);
-  spec.welcome = std::move(welcome);
+  spec.welcome = welcome;
   return spec;
 }
 
@@ -459,9 +457,6 @@ void check_same(const EnvSpec& spec, const wire::Welcome& welcome) {
   if (welcome.env != first.env) {
     text = "env is '" + printable(welcome.env, 100) + "', expected '" +
            printable(first.env, 100) + "'";
-  } else if (welcome.num_envs != first.num_envs) {
-    text = "num_envs is " + std::to_string(welcome.num_envs) + ", expected " +
-           std::to_string(first.num_envs);
   } else {
     text = difference("step array", first.step_arrays, welcome.step_arrays);
   }

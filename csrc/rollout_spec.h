@@ -16,6 +16,7 @@
 #include "array.h"
 #include "buffer_pool.h"
 #include "nest.h"
+#include "row_queue.h"
 #include "wire.h"
 
 namespace torchbeast {
@@ -73,18 +74,21 @@ struct SpecOptions {
   bool named_rows = false;
   std::vector<std::string> inference_keys;  // With named rows; empty: all.
   std::vector<wire::ValueRange> value_ranges;
-  int64_t minimum_batch_size = 1;  // Of the learner queue, as the next.
-  int64_t maximum_batch_size = 1;
+  int64_t num_envs = 1;  // K, of each stream.
+  int64_t columns = 1;   // C, of a learner batch: a multiple of K.
 };
+
+// The smallest multiple of K that is a batch of the learner queue. Throws
+// std::invalid_argument if there is none.
+int64_t num_columns(int64_t num_envs, const QueueOptions& queue);
 
 // Throws std::invalid_argument unless every leaf is [.., 1, ...].
 void check_initial_state(const Nest& initial_agent_state);
 
 // `welcome_bytes` is the size of the message that held the Welcome. Throws
 // ActorError if the server does not send the arrays that a rollout needs;
-// std::invalid_argument if its number of environments does not fit the learner
-// queue, or if it does not send one of the inference keys.
-EnvSpec make_env_spec(const std::string& address, wire::Welcome welcome,
+// std::invalid_argument if it does not send one of the inference keys.
+EnvSpec make_env_spec(const std::string& address, const wire::Welcome& welcome,
                       size_t welcome_bytes, const SpecOptions& options,
                       BufferPool& buffers);
 
@@ -94,7 +98,7 @@ void check_values(const EnvSpec& spec, const Segments& message,
                   const wire::Step& step);
 
 // Throws ActorError, naming the difference, if the server of `welcome` differs
-// from the first one in environment, number of environments, or arrays.
+// from the first one in environment or arrays.
 void check_same(const EnvSpec& spec, const wire::Welcome& welcome);
 
 // The agent's part of a rollout, made from the agent's first answer.

@@ -180,7 +180,7 @@ class Batch:
 class ActorPool:
     """Plays on environment servers: one stream per address, without any Python.
 
-    Each stream carries the K environments of its server. Inference goes through
+    Each stream carries K environments. Inference goes through
     `inference_batcher`, which must answer `(agent_outputs, agent_state)` to
     `(env_rows, agent_state)`, arrays `[1, K, ...]`. Rollouts go to `learner_queue`, a
     whole learner batch at a time: `((env_rows, agent_outputs), agent_state)`, arrays
@@ -214,9 +214,11 @@ class ActorPool:
         loses its stream.
       max_streams: the largest number of streams at a time. 0: as many as there are
         env_server_addresses.
+      num_envs: K. A server with another number ends the run.
 
     Raises:
-      TypeError, ValueError: an argument does not make sense.
+      TypeError, ValueError: an argument does not make sense, or no multiple of K is a
+        batch of learner_queue.
     """
 
     def __init__(
@@ -242,6 +244,7 @@ class ActorPool:
             tuple[Sequence[str | int], Sequence[int], Sequence[int]]
         ] = (),
         max_streams: int = 0,
+        num_envs: int = 1,
     ) -> None: ...
     def run(self) -> None:
         """Play until `stop()`, or until a queue is closed. Blocks. Once only.
@@ -257,7 +260,6 @@ class ActorPool:
           ActorError: a server failed max_failures times in a row. That it shows a
             wrong certificate, or none, is a failure too.
           AsyncError: an inference batch was dropped.
-          ValueError: a server's environments do not fit learner_queue.
         """
     def stop(self) -> None:
         """End `run()`. Blocks until it has ended. May be called again."""

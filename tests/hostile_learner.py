@@ -20,7 +20,7 @@ from core.remote import codec, messages
 from core.running.supervise import start_thread
 from tests.conftest import DEADLINE_S, wait_until
 
-T = 5
+T, K = 5, 3  # Steps of a rollout, environments of a stream.
 MORE_STEPS = 50  # Of honest servers.
 
 
@@ -38,7 +38,15 @@ def play(addresses: list[str], evil: str, said: str, times: int) -> dict[str, An
     )
     batcher = libtorchbeast.DynamicBatcher(timeout_ms=1)
     pool = libtorchbeast.ActorPool(
-        T, queue, batcher, addresses, (), named_rows=True, max_failures=10**6
+        T,
+        queue,
+        batcher,
+        addresses[:1],
+        (),
+        named_rows=True,
+        max_failures=10**6,
+        max_streams=len(addresses),
+        num_envs=K,
     )
 
     def infer() -> None:
@@ -60,8 +68,13 @@ def play(addresses: list[str], evil: str, said: str, times: int) -> dict[str, An
 
     def honest_steps() -> int:
         stats = pool.stats()["addresses"]
-        return sum(stats[address]["steps"] for address in addresses if address != evil)
+        return sum(stats[address]["steps"] for address in stats if address != evil)
 
+    # The first server's Welcome, or its end, comes before the others connect.
+    wait_until(
+        lambda: running.done() or pool.stats()["connects"] or failures() or events
+    )
+    pool.set_addresses(addresses)
     wait_until(lambda: running.done() or failures() >= times)
     before = honest_steps()
     wait_until(lambda: running.done() or honest_steps() >= before + MORE_STEPS)

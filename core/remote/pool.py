@@ -72,6 +72,7 @@ def stream_options(
     """Return the arguments of `libtorchbeast.ActorPool` that concern single streams."""
     assert welcome.observation is not None and welcome.action is not None
     return {
+        "num_envs": welcome.num_envs,
         "value_ranges": frames.value_ranges(welcome.observation, welcome.action),
         "info_keys": flags.info_keys,
         "seed": flags.seed,

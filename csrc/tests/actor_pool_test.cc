@@ -25,6 +25,7 @@ namespace {
 void learn_and_check(int64_t num_envs, size_t num_streams, bool named_rows,
                      std::vector<std::string> inference_keys = {}) {
   RigOptions options;
+  options.num_envs = num_envs;
   options.inference_keys = std::move(inference_keys);
   options.addresses.assign(num_streams, "a");
   options.named_rows = named_rows;
@@ -77,6 +78,7 @@ TEST(inference_gets_the_keys_it_asks_for_and_rollouts_hold_all) {
   learn_and_check(3, 2, true, {"reward", "observation", "reward"});
 
   RigOptions options;
+  options.num_envs = 3;
   options.named_rows = true;
   options.inference_keys = {"reward", "observation"};
   fake::CountingServer server(3);
@@ -97,6 +99,7 @@ TEST(one_stream_fills_a_slab_alone) { learn_and_check(1, 1, false); }
 TEST(a_pool_stops_while_agents_answer) {
   for (int i = 0; i < 200; ++i) {
     RigOptions options;
+    options.num_envs = 3;
     options.addresses.assign(4, "a");
     fake::CountingServer server(3);
     Rig rig(options);
@@ -111,7 +114,7 @@ TEST(a_pool_stops_while_agents_answer) {
 }
 
 TEST(an_agent_may_write_to_its_inputs) {
-  Rig rig;
+  Rig rig(RigOptions{.num_envs = 3});
   rig.start();
   Checker checker(3);
   // Two connections, which begin with the same state. Batches have one request.
@@ -140,6 +143,7 @@ namespace {
 
 void check_stop_in(StreamState state) {
   RigOptions options;
+  options.num_envs = 3;
   options.maximum_queue_size = kC;
   Rig rig(options);
   std::shared_ptr<Batch> pending;
@@ -233,7 +237,7 @@ TEST(a_pool_may_be_destroyed_with_an_answer_pending) {
 
 TEST(closing_the_queue_ends_the_run) {
   fake::CountingServer server(3);
-  Rig rig;
+  Rig rig(RigOptions{.num_envs = 3});
   rig.network->serve("a", &server);
   rig.start();
   rig.start_agent();
@@ -248,6 +252,7 @@ TEST(closing_the_queue_ends_the_run) {
 
 TEST(closing_the_queue_ends_a_run_that_waits_for_room) {
   RigOptions options;
+  options.num_envs = 3;
   options.maximum_queue_size = kC;
   fake::CountingServer server(3);
   Rig rig(options);
@@ -305,6 +310,8 @@ TEST(options_are_checked) {
   make([](PoolOptions&) {});
   CHECK_THROWS(std::invalid_argument, "unroll_length is 0",
                make([](PoolOptions& o) { o.unroll_length = 0; }));
+  CHECK_THROWS(std::invalid_argument, "num_envs is 0, expected at least 1",
+               make([](PoolOptions& o) { o.num_envs = 0; }));
   CHECK_THROWS(std::invalid_argument, "learner_queue is missing",
                make([](PoolOptions& o) { o.learner_queue.reset(); }));
   CHECK_THROWS(std::invalid_argument, "inference_batcher is missing",

@@ -19,7 +19,7 @@ using testing::background;
 using testing::wait_until;
 
 TEST(states_and_ledger_of_one_stream_step_by_step) {
-  Rig rig;
+  Rig rig(RigOptions{.num_envs = 3});
   rig.start();
   wait_until([&] { return rig.network->num_dialled() == 1; });
   CHECK(rig.state() == StreamState::kConnecting);
@@ -75,6 +75,7 @@ namespace {
 // with a new rollout, and its rollouts must be complete.
 void check_loss_in(StreamState state, int64_t rows_before) {
   RigOptions options;
+  options.num_envs = 3;
   if (state == StreamState::kWaitingForRoom) options.maximum_queue_size = kC;
   Rig rig(options);
   rig.start();
@@ -167,7 +168,7 @@ TEST(a_stream_lost_while_it_waits_for_room_comes_back) {
 
 TEST(a_server_that_is_away_is_tried_again_and_noted_once) {
   fake::CountingServer server(3);
-  Rig rig;
+  Rig rig(RigOptions{.num_envs = 3});
   rig.network->serve("a", &server);
   rig.network->refuse("a");
   rig.start();
@@ -201,6 +202,7 @@ TEST(no_stream_comes_again_at_once_while_all_are_turned_away) {
 
 TEST(a_first_server_that_is_away_does_not_stop_the_others) {
   RigOptions options;
+  options.num_envs = 3;
   options.addresses = {"away", "b", "c"};
   fake::CountingServer server(3);
   Rig rig(options);
@@ -253,6 +255,20 @@ TEST(a_server_that_never_sends_its_first_row_is_given_up) {
   Player(rig.network->accept()).greet();
   rig.wait_for(StreamState::kWaitingForEnv);
   CHECK_EQ(rig.pool->stats().reconnects, 1);
+}
+
+TEST(a_server_that_sends_no_welcome_does_not_hold_the_others) {
+  RigOptions options;
+  options.addresses = {"a", "b"};
+  Rig rig(options);
+  rig.start();
+  const auto silent = rig.network->accept();
+  CHECK_EQ(silent->address, "a");
+  Player other(rig.network->accept());
+  other.greet();
+  play(rig, other, kT);
+  CHECK_EQ(other.hello.first_env_id, 1);
+  CHECK_EQ(rig.pool->stats().received, kT - 1);
 }
 
 TEST(a_server_that_hangs_in_a_step_is_given_up_and_its_rollout_discarded) {
@@ -426,7 +442,8 @@ TEST(an_end_that_is_not_transient_counts_as_a_failure) {
   rig.start();
   rig.network->accept()->close("UNIMPLEMENTED: no such method", false);
   rig.network->accept()->close("UNIMPLEMENTED: no such method", false);
-  CHECK_THROWS(ActorError, "a (stream 0), step 0: failed 2 times",
+  CHECK_THROWS(ActorError,
+               "a (stream 0, environments 0 to 0), step 0: failed 2 times",
                rig.running.get());
 }
 

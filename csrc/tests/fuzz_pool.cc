@@ -177,6 +177,7 @@ class Game {
     batcher_ = std::make_shared<DynamicBatcher>(batcher_options);
     PoolOptions pool_options;
     pool_options.unroll_length = unroll_length_;
+    pool_options.num_envs = num_envs_;
     pool_options.learner_queue = queue_;
     pool_options.inference_batcher = batcher_;
     for (size_t i = 0; i < num_streams_; ++i) {

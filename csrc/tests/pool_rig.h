@@ -194,6 +194,7 @@ inline bool is_balanced(const PoolStats& stats) {
 }
 
 struct RigOptions {
+  int64_t num_envs = 1;
   std::vector<std::string> addresses = {"a"};
   size_t max_streams = 0;
   std::optional<int64_t> maximum_queue_size;
@@ -217,6 +218,7 @@ struct Rig {
     batcher = std::make_shared<DynamicBatcher>(BatcherOptions{});
     PoolOptions pool_options;
     pool_options.unroll_length = kT;
+    pool_options.num_envs = options.num_envs;
     pool_options.learner_queue = queue;
     pool_options.inference_batcher = batcher;
     pool_options.addresses = options.addresses;

@@ -16,6 +16,7 @@ using namespace torchbeast;
 
 TEST(inference_keys_must_be_what_servers_send) {
   RigOptions options;
+  options.num_envs = 3;
   options.named_rows = true;
   options.inference_keys = {"observation", "rewards"};
   fake::CountingServer server(3);
@@ -60,6 +61,7 @@ void check_second_welcome(const fake::WelcomeOptions& options,
   rig.start();
   Player first(rig.network->accept());
   first.greet();
+  rig.wait_for(StreamState::kWaitingForEnv);
   const auto second = rig.network->accept();
   second->receive();
   second->send(fake::welcome(options));
@@ -101,26 +103,19 @@ TEST(a_welcome_must_have_the_rows_of_a_rollout) {
                                           {1 << 14, 1 << 15})),
                 "larger than 256 MiB");
   options = {};
-  options.num_envs = 0;
-  check_welcome(options, "0 num_envs");
+  options.num_envs = 4;
+  check_welcome(options,
+                "plays 4 environments per stream, expected 1 (num_envs)");
 }
 
 TEST(a_batch_must_have_room_for_the_environments_of_a_stream) {
-  Rig rig;
-  rig.start();
-  const auto connection = rig.network->accept();
-  connection->receive();
-  fake::WelcomeOptions options;
-  options.num_envs = 4;
-  connection->send(fake::welcome(options));
   CHECK_THROWS(std::invalid_argument,
-               "play 4 environments per stream, and no multiple of that is a "
-               "batch of 6 to 6 rollouts",
-               rig.running.get());
+               "num_envs is 4, and no multiple of it is a batch of 6 to 6",
+               Rig(RigOptions{.num_envs = 4}));
 }
 
 TEST(messages_are_no_larger_than_the_welcome_says) {
-  Rig rig;
+  Rig rig(RigOptions{.num_envs = 3});
   rig.start();
   Player first(rig.network->accept(), 3);
   CHECK_EQ(first.connection->max_message_bytes, torchbeast::kMaxMessageBytes);
@@ -154,9 +149,6 @@ TEST(all_servers_must_welcome_alike) {
   fake::WelcomeOptions options;
   options.env = "Other";
   check_second_welcome(options, "env is 'Other', expected 'Counting'");
-  options = {};
-  options.num_envs = 2;
-  check_second_welcome(options, "num_envs is 2, expected 1");
   check_second_welcome(
       with_array(1, fake::array({"observation", "frame"}, "uint8", {7})),
       "step array 1 is observation.frame uint8[7], expected observation.frame "
@@ -187,7 +179,7 @@ namespace {
 // The first answer is correct; the second one is changed.
 void check_second_answer(const std::function<void(Nest&)>& change,
                          const std::string& text) {
-  Rig rig;
+  Rig rig(RigOptions{.num_envs = 3});
   rig.start();
   Player player(rig.network->accept(), 3);
   player.greet();
@@ -274,7 +266,7 @@ TEST(outputs_must_hold_an_action_for_the_environment) {
 }
 
 TEST(actions_of_other_integer_types_are_converted) {
-  Rig rig;
+  Rig rig(RigOptions{.num_envs = 3});
   rig.start();
   Player player(rig.network->accept(), 3);
   player.greet();

@@ -192,6 +192,7 @@ TEST(items_of_the_queue_are_handed_out_uncopied_and_recycled) {
 
 TEST(a_lane_with_a_pending_answer_is_not_given_to_another_stream) {
   RigOptions options;
+  options.num_envs = 3;
   options.addresses = {"a", "b"};
   Rig rig(options);
   rig.start();
@@ -227,6 +228,7 @@ TEST(a_lane_with_a_pending_answer_is_not_given_to_another_stream) {
 
 TEST(streams_wait_for_room_and_go_on) {
   RigOptions options;
+  options.num_envs = 3;
   options.addresses.assign(4, "a");
   options.maximum_queue_size = kC;
   fake::CountingServer server(3);
@@ -327,6 +329,7 @@ namespace {
 // pool resumes a held Step, which must not be the Step of the lost connection.
 void check_no_step_outlives_its_stream(int64_t rows) {
   RigOptions options;
+  options.num_envs = 3;
   options.addresses = {"a", "b"};
   options.maximum_queue_size = kC;
   Rig rig(options);

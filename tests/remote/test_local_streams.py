@@ -129,7 +129,14 @@ def test_a_pool_connects_without_grpc_where_it_can(serve, monkeypatch, has_local
     queue = libtorchbeast.BatchingQueue(minimum_batch_size=2, maximum_batch_size=2)
     batcher = libtorchbeast.DynamicBatcher(timeout_ms=None)
     actors = libtorchbeast.ActorPool(
-        5, queue, batcher, [address], (), named_rows=True, inference_keys=("done",)
+        5,
+        queue,
+        batcher,
+        [address],
+        (),
+        named_rows=True,
+        inference_keys=("done",),
+        num_envs=2,
     )
     running = start_thread("pool", actors.run)
     answering = start_thread("agent", answer, batcher)

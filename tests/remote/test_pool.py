@@ -35,6 +35,7 @@ def test_the_values_that_rows_may_have_are_those_of_the_servers_spaces():
         num_envs=11,
     )
     options = pool.stream_options(flags, welcome)
+    assert options["num_envs"] == 11
     assert options["value_ranges"] == [
         (("observation",), [0, 0], [4, 6]),
         (("last_action",), [2], [4]),

@@ -225,6 +225,7 @@ def make_pool(address: str, tls_dir: Path, **options) -> libtorchbeast.ActorPool
         [address],
         (np.zeros((1, 1, 2), np.float32),),
         tls=tls.read(str(tls_dir), is_server=False),
+        num_envs=K,
         **options,
     )
 

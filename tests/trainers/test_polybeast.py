@@ -73,6 +73,7 @@ class Play:
             [address for address in self.addresses for _ in range(streams)],
             state,
             named_rows=True,
+            num_envs=K,
             seed=7,
             **pool,
         )

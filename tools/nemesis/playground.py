@@ -273,6 +273,7 @@ class Learner:
             addresses,
             (),
             named_rows=True,
+            num_envs=K,
             inference_keys=("done",),
             seed=seed,
             run_id="nemesis",
