@@ -19,6 +19,8 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.env.wrappers.atari_wrappers import wrap_atari_for_new_api_stack
 from ray.tune.registry import register_env
 
+FRAGMENT = 20  # Steps of one environment in a row.
+
 
 def create_env(_):
     gym.register_envs(ale_py)
@@ -35,7 +37,7 @@ def main() -> None:
         .env_runners(
             num_env_runners=1,
             num_envs_per_env_runner=16,
-            rollout_fragment_length=20,
+            rollout_fragment_length=FRAGMENT,
             env_to_module_connector=lambda *_, **__: FrameStackingEnvToModule(
                 num_frames=4
             ),
@@ -64,6 +66,8 @@ def main() -> None:
         result = algo.train()
         learners = result.get("learners", {}).get("__all_modules__", {})
         trained = learners.get("num_env_steps_trained_lifetime", 0)
+        # RLlib adds a step without loss to the end of each fragment, and counts it.
+        trained *= FRAGMENT / (FRAGMENT + 1)
         print(time.monotonic() - begin, trained, flush=True)
 
 

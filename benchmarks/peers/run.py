@@ -192,15 +192,19 @@ def create_runs(own: argparse.Namespace) -> dict[str, Callable[[], dict[str, flo
     if own.monobeast2019:
         python, folder = own.monobeast2019
         add_script("MonoBeast of 2019", python, "train_monobeast2019.py", folder)
-    for program in ("monobeast", "polybeast"):
-        flags = [*OURS[work].split(), "--precision", "float32"]
-        runs[program] = functools.partial(
-            measure_whole,
-            program,
-            flags + our_layout(program, work),
-            MEASURE_S,
-            WARM_UP_S,
-        )
+    precisions = {"": "float32"}
+    if work in ("pong", "minatar"):  # `auto` is float32 without convolutions.
+        precisions[", default"] = "auto"
+    for suffix, precision in precisions.items():
+        for program in ("monobeast", "polybeast"):
+            flags = [*OURS[work].split(), "--precision", precision]
+            runs[program + suffix] = functools.partial(
+                measure_whole,
+                program,
+                flags + our_layout(program, work),
+                MEASURE_S,
+                WARM_UP_S,
+            )
     return runs
 
 
