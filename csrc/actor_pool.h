@@ -101,10 +101,10 @@ struct PoolStats {
 // to the servers, and enqueues rollouts for the learner.
 //
 // A stream carries K environments. Stream i has the environments i*K to
-// i*K + K - 1. A rollout has T + 1 rows; its last row is
-// row 0 of the next one (the table in core/rollout.py). An item of the
-// learner queue is a whole learner batch. It has C columns: the smallest
-// multiple of K that is at least the queue's minimum_batch_size.
+// i*K + K - 1. A rollout has T + 1 rows; its last row is row 0 of the next one
+// (the table in core/rollout.py). An item of the learner queue is a whole
+// learner batch. It has C columns: the smallest multiple of K that is at least
+// the queue's minimum_batch_size.
 //     ((env_rows [T+1, C, ...], agent_outputs [T+1, C, ...]), agent_state)
 // The inputs of the batcher are (env_rows [1, K, ...], agent_state), and its
 // outputs (agent_outputs [1, K, ...], agent_state).
@@ -122,9 +122,11 @@ struct PoolStats {
 //   run   blocks until stop(), or until the queue or the batcher is closed.
 //         Throws the first permanent failure: ServerMismatch; ActorError after
 //         max_failures, with the server's message; AsyncError if an inference
-//         batch was dropped. May be called once. Without named_rows, the
-//         failure also goes to `fail` of the queue and the batcher, because the
-//         main loop of a TorchBeast learner of 2019 only asks for their sizes.
+//         batch was dropped; std::invalid_argument if a server does not send
+//         one of the inference keys. May be called once. Without named_rows,
+//         the failure also goes to `fail` of the queue and the batcher, because
+//         the main loop of a TorchBeast learner of 2019 only asks for their
+//         sizes.
 //   stop  ends run() and returns when run() has ended. Any thread may call it,
 //         at any time and more than once, except the transport's threads.
 //         Blocks.

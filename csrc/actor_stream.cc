@@ -189,6 +189,13 @@ void ActorStream::on_step(Segments message) {
     std::lock_guard lock(run_.mu_);
     if (life_->closing || run_.stopping_) return;
     if (!life_->welcomed) throw wire::DecodeError("a Step before the Welcome");
+    // The transport of a stream that began before the first Welcome lets larger
+    // messages pass.
+    if (message.size() > run_.env_->max_message_bytes) {
+      throw wire::DecodeError("a Step of " + std::to_string(message.size()) +
+                              " bytes, expected at most " +
+                              std::to_string(run_.env_->max_message_bytes));
+    }
     if (state_ == StreamState::kMoving && !life_->held) {
       life_->held = std::move(message);
       return;

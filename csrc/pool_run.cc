@@ -29,11 +29,8 @@ constexpr double kMaxCheckS = 1.0;
 PoolRun::PoolRun(PoolOptions options, std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
       spec_options_{
-          options_.initial_agent_state,
-          options_.named_rows,
-          options_.inference_keys,
-          options_.value_ranges,
-          options_.num_envs,
+          options_.initial_agent_state, options_.named_rows,
+          options_.inference_keys, options_.value_ranges,
           num_columns(options_.num_envs, options_.learner_queue->options())},
       transport_(std::move(transport)),
       dequeued_before_(options_.learner_queue->dequeued()),
@@ -284,9 +281,10 @@ bool PoolRun::has_room_locked(size_t others) const {
 const EnvSpec* PoolRun::set_env(EnvSpec env) {
   std::lock_guard lock(mu_);
   if (env_) return env_.get();
-  env_ = std::make_unique<const EnvSpec>(std::move(env));
-  slabs_ = std::make_unique<Slabs>(*env_, options_.unroll_length, num_wanted_,
+  auto made = std::make_unique<const EnvSpec>(std::move(env));
+  slabs_ = std::make_unique<Slabs>(*made, options_.unroll_length, num_wanted_,
                                    options_.learner_queue->buffers());
+  env_ = std::move(made);
   return env_.get();
 }
 

@@ -389,8 +389,11 @@ void check_initial_state(const Nest& initial_agent_state) {
 }
 
 int64_t num_columns(int64_t num_envs, const QueueOptions& queue) {
+  // The smallest multiple, unless K is larger than a batch: it may overflow.
   const int64_t columns =
-      (queue.minimum_batch_size + num_envs - 1) / num_envs * num_envs;
+      num_envs > queue.maximum_batch_size
+          ? num_envs
+          : (queue.minimum_batch_size + num_envs - 1) / num_envs * num_envs;
   if (columns > queue.maximum_batch_size) {
     throw std::invalid_argument(
         "num_envs is " + std::to_string(num_envs) +
@@ -409,7 +412,7 @@ EnvSpec make_env_spec(const std::string& address, const wire::Welcome& welcome,
                       BufferPool& buffers) {
   EnvSpec spec;
   spec.address = address;
-  spec.num_envs = options.num_envs;
+  spec.num_envs = welcome.num_envs;
   spec.columns = options.columns;
 
   wire::Layout layout;

@@ -74,8 +74,7 @@ struct SpecOptions {
   bool named_rows = false;
   std::vector<std::string> inference_keys;  // With named rows; empty: all.
   std::vector<wire::ValueRange> value_ranges;
-  int64_t num_envs = 1;  // K, of each stream.
-  int64_t columns = 1;   // C, of a learner batch: a multiple of K.
+  int64_t columns = 1;  // C, of a learner batch: a multiple of K.
 };
 
 // The smallest multiple of K that is a batch of the learner queue. Throws
@@ -85,6 +84,7 @@ int64_t num_columns(int64_t num_envs, const QueueOptions& queue);
 // Throws std::invalid_argument unless every leaf is [.., 1, ...].
 void check_initial_state(const Nest& initial_agent_state);
 
+// `welcome` has K environments, and K is not 0; the caller has checked this.
 // `welcome_bytes` is the size of the message that held the Welcome. Throws
 // ActorError if the server does not send the arrays that a rollout needs;
 // std::invalid_argument if it does not send one of the inference keys.

@@ -256,10 +256,12 @@ class ActorPool:
         So ends a learner of TorchBeast, whose main loop looks at nothing else.
 
         Raises:
-          ServerMismatch: a server's protocol or environment is not what it must be.
+          ServerMismatch: a server's protocol, environment or number of environments
+            is not what it must be.
           ActorError: a server failed max_failures times in a row. That it shows a
             wrong certificate, or none, is a failure too.
           AsyncError: an inference batch was dropped.
+          ValueError: a server does not send one of inference_keys.
         """
     def stop(self) -> None:
         """End `run()`. Blocks until it has ended. May be called again."""

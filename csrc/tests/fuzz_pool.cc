@@ -2,8 +2,7 @@
 //
 // An ActorPool with malicious servers. Whatever they send, and in whatever
 // order their streams begin and end,
-//   * run() throws only ActorError, or std::invalid_argument for environments
-//     that do not fit a batch, and all messages are printable;
+//   * run() throws only ActorError, and all messages are printable;
 //   * the numbers of steps add up at any moment;
 //   * rollouts of a server that behaves afterwards reach the learner, and no
 //     lane of a learner batch is lost.
@@ -208,7 +207,6 @@ class Game {
       if (!has_ended()) recover();
     } catch (const ActorError&) {
       // From the queue of a pool that has failed. run() throws it, too.
-    } catch (const std::invalid_argument&) {
     }
     pool_->stop();
     runner.join();
@@ -229,8 +227,6 @@ class Game {
     try {
       pool_->run();
     } catch (const ActorError& error) {
-      fuzz::require_printable(error.what());
-    } catch (const std::invalid_argument& error) {
       fuzz::require_printable(error.what());
     } catch (const std::exception& error) {
       REQUIRE(false, error.what());
@@ -327,7 +323,7 @@ class Game {
       is_welcome = false;
     }
     if (is_welcome && step_bytes(welcome) > kMaxStepBytes) return;
-    const PoolStats before = pool_->stats();
+    const int64_t connects = pool_->stats().connects;
     transport_->with(stream, [&](Link& link) {
       if (is_welcome) {
         link.announced = message;
@@ -335,17 +331,8 @@ class Game {
       }
       link.events->on_message(segments);
     });
-    // After the first Welcome, the pool accepts no other. If it came from
-    // another stream than stream 0, that stream connects again without a
-    // failure.
-    const PoolStats after = pool_->stats();
-    const bool begins_again = before.states[stream] == StreamState::kGreeting &&
-                              after.states[stream] == StreamState::kClosing &&
-                              after.failures == before.failures;
-    if (is_welcome && (after.connects > before.connects || begins_again)) {
-      welcome_ = message;
-      num_envs_ = welcome.num_envs;
-    }
+    // After the first Welcome, the pool accepts no other.
+    if (is_welcome && pool_->stats().connects > connects) welcome_ = message;
   }
 
   static double step_bytes(const wire::Welcome& welcome) {
@@ -410,13 +397,11 @@ class Game {
     }
   }
 
-  // Waits until the pool's thread is idle. May return early before the first
-  // Welcome is accepted: only one stream can connect then.
+  // Waits until the pool's thread is idle.
   void settle() {
     while (!has_ended()) {
       const int64_t num_changes = transport_->num_changes();
       const PoolStats stats = pool_->stats();
-      bool any_open = false;
       const int64_t others = stats.waiting_for_room - 1;
       bool busy = others >= 0 && queue_->has_room(others * num_envs_);
       bool any_waiting = false;
@@ -424,7 +409,6 @@ class Game {
       for (size_t i = 0; i < num_streams_; ++i) {
         const StreamState state = stats.states[i];
         const bool is_open = transport_->is_open(i);
-        any_open |= is_open;
         if (state == StreamState::kWaitingToConnect) {
           any_waiting = true;
         } else if (state == StreamState::kWaitingForInference) {
@@ -435,7 +419,7 @@ class Game {
         }
       }
       busy |= asked > batcher_->size();  // A stream is about to ask the agent.
-      if (!busy && (!any_waiting || (any_open && stats.connects == 0))) return;
+      if (!busy && !any_waiting) return;
       transport_->wait(num_changes);
     }
   }
@@ -491,7 +475,7 @@ class Game {
   }
 
   fuzz::Input input_;
-  int64_t num_envs_;
+  const int64_t num_envs_;
   const int64_t unroll_length_;
   const size_t num_streams_;
   const size_t chunk_;

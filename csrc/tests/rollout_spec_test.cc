@@ -131,6 +131,24 @@ TEST(messages_are_no_larger_than_the_welcome_says) {
   CHECK(limit < size_t{256} << 10);
 }
 
+TEST(a_stream_that_began_before_the_first_welcome_has_the_same_limit) {
+  RigOptions options;
+  options.addresses = {"a", "b"};
+  Rig rig(options);
+  rig.start();
+  Player first(rig.network->accept());
+  Player second(rig.network->accept());
+  CHECK_EQ(second.connection->max_message_bytes, torchbeast::kMaxMessageBytes);
+  first.greet();
+  second.greet();
+  // A Step with a long field that the learner does not know.
+  second.connection->send(second.next() +
+                          fake::bytes(15, std::string(1 << 20, 'x')));
+  second.connection->wait_closed();
+  CHECK(rig.pool->take_events().at(0).find("bytes, expected at most") !=
+        std::string::npos);
+}
+
 TEST(a_large_welcome_may_come_again) {
   Rig rig;
   rig.start();
