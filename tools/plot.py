@@ -38,6 +38,8 @@ POINTS = 500  # On the x axis that seeds share.
 LAST = 0.2  # The part of a run whose mean --against shows.
 RETURN = "mean_episode_return"
 
+LEGEND_LINE_INCHES = 0.19
+
 # For --x: the column of logs.csv, what it is divided by, and the label.
 AXES = {
     "steps": ("step", 1e6, "million agent steps"),
@@ -184,6 +186,9 @@ def draw(
     columns = min(len(groups), 3)
     lines = -(-len(groups) // columns)
     size = (6.4, 3.6) if len(groups) == 1 else (4.2 * columns, 3.4 * lines)
+    if y == RETURN and not against:  # Room for the legends below.
+        most = max(len(read_reference(env)) for env in groups)
+        size = (size[0], size[1] + lines * most * LEGEND_LINE_INCHES)
     figure, grid = plt.subplots(
         lines, columns, figsize=size, layout="constrained", squeeze=False
     )
@@ -197,21 +202,30 @@ def draw(
                 name = f"{variant}, {len(seeds)} seeds" if len(seeds) > 1 else variant
                 draw_curves(axes, seeds, x_axis, y, color=colour, label=name)
         published = read_reference(env) if y == RETURN and not against else []
+        bottom, top = axes.get_ylim()
         for i, row in enumerate(published):
             value, frames = float(row["value"]), row["frames"]
             after = f" ({int(frames) / 1e6:g}M frames)" if frames else ""
-            axes.axhline(
-                value,
+            # A line far above the curves would make them flat: only the legend has it.
+            is_near = value < top + (top - bottom)
+            axes.plot(
+                [0, 1],
+                [value if is_near else np.nan] * 2,
+                transform=axes.get_yaxis_transform(),
                 color=matplotlib.colormaps["Dark2"](i),
                 linewidth=1,
-                linestyle="--",
+                linestyle="--" if is_near else "",
                 label=f"{row['system']}: {value:.6g}{after}",
             )
         axes.set_title(env)
         axes.set_xlabel(against or AXES[x_axis][2])
         axes.set_ylabel("return, last 100 full games" if y == RETURN else y)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small", framealpha=0.6)
+        if published:  # Below the axes: too many lines to lie over the curves.
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+            axes.legend(fontsize="x-small", **place)
+        else:
+            axes.legend(fontsize="x-small", framealpha=0.6)
     for axes in grid.flat[len(groups) :]:
         axes.remove()
     return figure
