@@ -345,11 +345,6 @@ TO_LEARNER = {
         "plays 0 environments per stream",
         ends_run=True,
     ),
-    "too many environments": LearnerCase(
-        lambda honest: [honest.greeting(num_envs=2**31)],
-        "plays 2147483648 environments per stream",
-        ends_run=True,
-    ),
     "no step arrays": LearnerCase(
         lambda honest: [honest.greeting(step_arrays=())], "no arrays", ends_run=True
     ),

@@ -186,9 +186,10 @@ def draw(
     columns = min(len(groups), 3)
     lines = -(-len(groups) // columns)
     size = (6.4, 3.6) if len(groups) == 1 else (4.2 * columns, 3.4 * lines)
-    if y == RETURN and not against:  # Room for the legends below.
-        most = max(len(read_reference(env)) for env in groups)
-        size = (size[0], size[1] + lines * most * LEGEND_LINE_INCHES)
+    is_published = y == RETURN and not against
+    references = {env: read_reference(env) if is_published else [] for env in groups}
+    most = max(map(len, references.values()))  # In the legends below the panels.
+    size = (size[0], size[1] + lines * most * LEGEND_LINE_INCHES)
     figure, grid = plt.subplots(
         lines, columns, figsize=size, layout="constrained", squeeze=False
     )
@@ -201,9 +202,8 @@ def draw(
             else:
                 name = f"{variant}, {len(seeds)} seeds" if len(seeds) > 1 else variant
                 draw_curves(axes, seeds, x_axis, y, color=colour, label=name)
-        published = read_reference(env) if y == RETURN and not against else []
         bottom, top = axes.get_ylim()
-        for i, row in enumerate(published):
+        for i, row in enumerate(references[env]):
             value, frames = float(row["value"]), row["frames"]
             after = f" ({int(frames) / 1e6:g}M frames)" if frames else ""
             # A line far above the curves would make them flat: only the legend has it.
@@ -221,7 +221,7 @@ def draw(
         axes.set_xlabel(against or AXES[x_axis][2])
         axes.set_ylabel("return, last 100 full games" if y == RETURN else y)
         axes.grid(alpha=0.3)
-        if published:  # Below the axes: too many lines to lie over the curves.
+        if references[env]:  # Below the axes: too many lines to lie over the curves.
             place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
             axes.legend(fontsize="x-small", **place)
         else:

@@ -102,6 +102,18 @@ def test_a_panel_for_each_environment_with_the_published_returns(tmp_path, refer
     assert cartpole.get_lines()[0].get_color() == lines["a, 3 seeds"].get_color()
 
 
+def test_a_published_return_far_above_the_curve_is_only_in_the_legend(
+    tmp_path, reference
+):
+    run = write_run(tmp_path / "a", "Catch", 1, [(1, 0), (9, 0.3)])
+    (axes,) = plot.draw(plot.find_runs([run]), "steps").axes
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["a", "Best: 1", "Theirs: 0.5 (1M frames)"]
+    _, best, theirs = axes.get_lines()
+    assert np.isnan(best.get_ydata()).all() and set(theirs.get_ydata()) == {0.5}
+    assert axes.get_ylim()[1] < 1
+
+
 def test_environments_can_share_a_panel(tmp_path, reference):
     for seed in (1, 2):
         write_run(tmp_path / f"Catch-{seed}", "Catch", seed, [(1, 0), (9, seed)])
