@@ -61,7 +61,7 @@ def rollout_specs(
         "policy_version": ArraySpec((), np.dtype(np.int64)),
     }
     state = net.initial_state(flags.envs_per_actor)
-    return row, [ArraySpec(tuple(s.shape), np.dtype(np.float32)) for s in state]
+    return row, [ArraySpec(tuple(s.shape), s.numpy().dtype) for s in state]
 
 
 def create_buffers(

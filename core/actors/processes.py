@@ -249,7 +249,7 @@ class Actors:
         self._waiting = 0  # Learner threads in `take`.
         self._closed = False
         self.received = 0  # Full buffers since the start.
-        self.discarded = 0  # Unfinished rollouts of dead actors, counted in buffers.
+        self.discarded = 0  # Unfinished buffers of dead actors.
         self.restarts = 0
 
     def start(self) -> None:
@@ -436,7 +436,7 @@ class Actors:
         return {
             "buffers_full": len(self._full) * self._flags.envs_per_actor,
             "actor_restarts": self.restarts,
-            "rollouts_discarded": self.discarded,
+            "rollouts_discarded": self.discarded * self._flags.envs_per_actor,
         }
 
     def describe_wait(self) -> str:

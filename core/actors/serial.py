@@ -9,6 +9,7 @@ rollouts are not in checkpoints, so the replay of a resumed run starts empty.)
 import argparse
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -81,8 +82,13 @@ def open_run(
     is_alone = ranks.size() == 1
     if next(run.learner.net.parameters()).is_cuda:
         raise ConfigError("--serial runs on the CPU; add --disable_cuda.")
+    # Several learners wait for each other in an update. This wait has its own limit,
+    # and `Learners` names the learner that is late.
+    has_limit = is_alone and flags.on_stall == "stop"
     limits = limit_calls(
-        flags.env_step_timeout_s, update_s=flags.stall_timeout_s, at_terminal=False
+        flags.env_step_timeout_s,
+        update_s=flags.stall_timeout_s if has_limit else math.inf,
+        at_terminal=False,
     )
     with limits as array, contextlib.ExitStack() as stack:
         clocks = Clocks(array)

@@ -85,11 +85,12 @@ class BatchCounts:
         rho, entropy = sums.pop("rho"), sums.pop("entropy")
         new, replayed = replay.split(batch)
         replay_rho = sums.pop("replay_rho", math.nan)  # A fork's loss may have none.
-        if replayed is not None:
+        if replayed_steps:  # Of all learners.
             rho -= replay_rho
+            self.averages.add({replay.RHO: replay_rho / replayed_steps})
+        if replayed is not None:
             lag = updates - replayed["policy_version"][1:]
-            mean_rho = replay_rho / max(replayed_steps, 1)
-            self.averages.add({replay.LAG: lag.mean(), replay.RHO: mean_rho})
+            self.averages.add({replay.LAG: lag.mean()})
         rows = map_nest(lambda x: x[1:], new)  # Row 0 was the last row of a rollout.
         self.episodes.add_episodes(rows["episode_return"][rows["done"]])
         info = rows["info"]

@@ -85,7 +85,9 @@ class Categorical:
         # at index i with the probability softmax(logits)[i].
         noise = torch.empty_like(logits).exponential_().log_()
         best, index = (logits - noise).max(-1, keepdim=True)
-        if not math.isfinite(best.sum()):
+        # In float64: float32 cannot hold the sum of two rows whose actions are all
+        # ruled out.
+        if not math.isfinite(best.sum(dtype=torch.float64)):
             raise _not_finite()
         return index
 

@@ -25,6 +25,7 @@ import json
 import logging
 import math
 import os
+import platform
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -204,8 +205,9 @@ class Learners:
         if len({*found}) > 1:
             raise RuntimeError(
                 f"the learners' weights differ: their checksums are {found}. Each "
-                "learner must do the same with the same gradient; does your code draw "
-                "random numbers, or change weights, in learner 0 only?"
+                "learner must do the same with the same gradient. Does your code draw "
+                "random numbers, or change weights, in learner 0 only? Or does one "
+                "learner's processor round differently?"
             )
 
     # ------------------------------------------------------- at the start of a run
@@ -228,9 +230,17 @@ class Learners:
         """Give all learners the weights of learner 0.
 
         Raises:
-          ConfigError: the networks differ.
+          ConfigError: the networks differ, or the processors that learn.
         """
         tensors = net.state_dict()
+        processor = _processor(next(net.parameters()).device)
+        for i, other in enumerate(self.collect(processor)):
+            if other != processor:
+                raise ConfigError(
+                    f"learner {self.rank} learns on {processor}, but learner {i} on "
+                    f"{other}. These round differently, so the weights would differ. "
+                    "Start learners on one kind of processor."
+                )
         sizes = {name: tuple(x.shape) for name, x in tensors.items()}
         for i, others in enumerate(self.collect(sizes)):
             if others != sizes:
@@ -385,6 +395,13 @@ class Learners:
                 time.sleep(0.05)
         if self.is_over:
             dist.destroy_process_group()
+
+
+def _processor(device: torch.device) -> str:
+    """Return the kind of processor, as far as it decides how numbers are rounded."""
+    if device.type == "cuda":
+        return f"a GPU ({torch.cuda.get_device_name(device)})"
+    return f"a CPU ({platform.machine()})"
 
 
 def _runs(pid: int) -> bool:

@@ -109,9 +109,6 @@ class Replay:
                 evicted.append(oldest.popleft())
             return evicted
 
-    def __len__(self) -> int:
-        return len(self._ring)
-
 
 def create_replay(
     flags: argparse.Namespace,

@@ -16,6 +16,7 @@ from core.algorithm.distributions import (
     Categorical,
     DiagonalGaussian,
     box_units,
+    mask_logits,
 )
 from core.errors import ConfigError
 from core.nests import leaves, map_nest
@@ -216,6 +217,16 @@ def test_a_box_that_is_unbounded_on_a_side_passes_as_it_is():
     low, high = [-np.inf, -1, -1e7, 0, 0], [1, np.inf, 1e7, np.inf, 1e6]
     offset, scale = box_units(spaces.Box(np.float32(low), np.float32(high)))
     assert (offset.tolist(), scale.tolist()) == ([0, 0, 0, 0, 5e5], [1, 1, 1, 1, 5e5])
+
+
+@pytest.mark.parametrize("name", ["discrete", "multi_discrete"])
+def test_any_number_of_rows_may_rule_all_actions_out(name):
+    distribution = ActionDistribution(SPACES[name])
+    for num_rows in (1, 2, 64):
+        logits = torch.randn(num_rows, distribution.num_parameters)
+        logits = mask_logits(logits, torch.zeros_like(logits))
+        for action in distribution.draw(logits)["action"].numpy():
+            assert SPACES[name].contains(action)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])

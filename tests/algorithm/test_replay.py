@@ -28,7 +28,7 @@ def test_items_leave_in_the_order_in_which_they_came_and_once():
     left: list[int] = []
     for first in range(0, 300, NEW):
         new = list(range(first, first + NEW))
-        assert len(ring) <= CAPACITY
+        assert len(ring._ring) <= CAPACITY
         sampled = ring.sample()
         assert all(first - CAPACITY <= item < first for item in sampled)
         left += ring.add(new, sampled)
@@ -237,6 +237,17 @@ def test_steps_episodes_and_rows_are_those_of_new_rollouts():
     assert row[replay.LAG] == 9 and row["policy_lag_mean"] == 7
     assert row["mean_rho"] == pytest.approx(row_alone["mean_rho"], rel=1e-5)
     assert replay.LAG not in row_alone and replay.RHO not in row_alone
+
+
+def test_mean_rho_is_of_new_rows_where_only_another_learner_has_replayed_ones():
+    learner, rollouts = make_learner()
+    sums = dict.fromkeys(("entropy", "target", "target_square"), 0.0)
+    sums |= {"steps": 60, "new_steps": 40, "replayed_steps": 20}  # Of all learners.
+    sums |= {"rho": 60.0, "replay_rho": 20.0}
+    learner.counts.add(rollouts(NEW, 3), sums, 0, is_learned=True)
+    row = learner.counts.averages.pop()
+    assert row["mean_rho"] == row[replay.RHO] == 1.0
+    assert replay.LAG not in row
 
 
 def test_importance_weights_are_told_apart():

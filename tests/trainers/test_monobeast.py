@@ -144,6 +144,19 @@ def test_rollouts_beyond_the_maximal_lag_are_left_out_and_counted(module):
             assert gradients == [None] * len(gradients)
 
 
+def test_a_recurrent_state_of_any_type_stays_as_it_is(monkeypatch):
+    flags = make_flags("Catch", "--num_actors", "1")
+    spaces = monobeast.read_spaces(flags)
+    net = monobeast.create_net(flags, spaces)
+    dtypes = [torch.int64, torch.float64, torch.bool]
+    monkeypatch.setattr(
+        net, "initial_state", lambda B: tuple(torch.zeros(1, B, dtype=d) for d in dtypes)
+    )
+    outputs = monobeast.net_outputs(spaces)
+    _, state = prepare.rollout_specs(flags, spaces, net, outputs)
+    assert [spec.dtype for spec in state] == [np.int64, np.float64, np.bool_]
+
+
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_an_update_without_memory_says_what_is_how_large(kind, monkeypatch):
     flags = make_flags("Catch", "--num_actors", "1")

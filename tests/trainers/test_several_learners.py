@@ -3,6 +3,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -110,3 +111,25 @@ def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, backgrou
     ]
     assert newest(tmp_path).step >= int(log_rows(csv.parent)[-1]["step"])
     servers[0].stop()
+
+
+class SlowInLearner1(Catch):
+    def step(self, action):
+        if os.environ["RANK"] == "1":
+            time.sleep(60)
+        return super().step(action)
+
+
+def test_a_serial_learner_names_the_one_it_waits_for(start, tmp_path):
+    env = "tests.trainers.test_several_learners:SlowInLearner1"
+    flags = ["--serial", "--num_actors", 4, "--total_steps", 10**7]
+    flags += ["--env", env, "--stall_timeout_s", 1]
+    programs = start_learners(start, *FLAGS, *flags)
+    assert programs[0].wait() == 70, programs[0].text()
+    assert programs[0].text().splitlines()[-1] == (
+        "learner 0: LearnerLost: learner 1 of 2 did not answer within 1 s "
+        "(--stall_timeout_s): its environments or servers do not answer, or its "
+        "process is stopped"
+    )
+    assert newest(tmp_path) is not None
+    programs[1].kill()

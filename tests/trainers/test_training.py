@@ -960,3 +960,23 @@ def test_test_mode_of_an_unknown_run_says_what_to_name(start):
     program = start("--mode", "test", "--xpid", "nowhere")
     assert program.wait() == 2, program.text()
     assert "nowhere holds no run" in program.text() and "--xpid" in program.text()
+
+
+def slow_learner_env():
+    """Catch in a process whose first update takes longer than --stall_timeout_s."""
+    update = Learner.update
+
+    def update_slowly(learner, *args):
+        if learner.updates == 0:
+            time.sleep(2 * learner.flags.stall_timeout_s)
+        update(learner, *args)
+
+    Learner.update = update_slowly
+    return toys.Catch()
+
+
+def test_a_serial_run_waits_for_a_slow_update_if_asked(start):
+    env = "tests.trainers.test_training:slow_learner_env"
+    wait = ["--env", env, "--stall_timeout_s", 1, "--on_stall", "wait"]
+    program = start(*SERIAL, *wait, "--total_steps", BATCH)
+    assert program.wait() == 0, program.text()
