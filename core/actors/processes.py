@@ -41,7 +41,7 @@ from core.running import terminal
 from core.running.compute import set_torch_threads
 from core.running.machine import be_killed_first_for_memory, lower_priority
 from core.running.randomness import seed_rng
-from core.running.signals import STOP_SIGNALS, kill_if_hung, show_stacks
+from core.running.signals import STOP_SIGNALS, Pauses, kill_if_hung, show_stacks
 from core.running.supervise import RestartBudget, describe_exit
 from core.running.unit import Unit, end_units
 
@@ -251,6 +251,7 @@ class Actors:
         self.received = 0  # Full buffers since the start.
         self.discarded = 0  # Unfinished buffers of dead actors.
         self.restarts = 0
+        self._pauses = Pauses()
 
     def start(self) -> None:
         """Start every actor that is due, once the fork server is ready."""
@@ -329,18 +330,20 @@ class Actors:
                 self._receive(slot)
             if slot.process is not None and handle == slot.process.sentinel:
                 self._handle_death(slot)
+        pause_end = self._pauses.end()
         for slot in self.slots:
-            self._check_progress(slot)
+            self._check_progress(slot, pause_end)
         self.start()
 
-    def _check_progress(self, slot: ActorSlot) -> None:
+    def _check_progress(self, slot: ActorSlot, pause_end: float) -> None:
         """Kill an actor whose environment takes too long."""
-        if slot.process is None:
+        since = self._clock[slot.actor_id]
+        if slot.process is None or since == 0:
             return
         if kill_if_hung(
             f"Actor {slot.actor_id}",
             slot.process,
-            self._clock[slot.actor_id],
+            max(since, pause_end),
             self._flags.env_step_timeout_s,
         ):
             slot.reason = "its environment hung"

@@ -26,7 +26,6 @@ from core.environments.classic_gym import adapt
 from core.errors import MakeError
 
 TOYS = {"Catch": toys.Catch, "Memory": toys.Memory}
-REMOVED = ("ale-vector:", "envpool:")  # Names of vector environments before 0.1.
 
 
 def make(name: str, **kwargs: Any) -> gym.Env:
@@ -40,13 +39,6 @@ def make(name: str, **kwargs: Any) -> gym.Env:
     """
     if name in TOYS:
         return TOYS[name](**kwargs)
-    if name.startswith(REMOVED):
-        raise MakeError(
-            f"--env {name}: ale-vector: and envpool: were removed. For Atari use --env "
-            "ALE/Pong-v5 (PolyBeast: with --envs_per_stream), which is as fast. For a "
-            "vector environment of your own return core.environments.vector."
-            "from_vector_env(...) from create_environments in polybeast_env.py."
-        )
     if name.startswith("gym:"):
         return _make_classic(name.removeprefix("gym:"), **kwargs)
     if ":" in name:
@@ -61,7 +53,7 @@ def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
         _register_known_packages(name)
     try:
         # Gymnasium's passive checker is not needed: `Environments` checks each step.
-        env = gym.make(name, disable_env_checker=True, **kwargs)
+        env = gym.make(name, disable_env_checker=True, **_without_none(kwargs))
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv):
         known = [*TOYS, *gym.registry]
         raise MakeError(_unknown(name, known) + _suggest_package(name)) from None
@@ -110,7 +102,7 @@ def _make_classic(name: str, **kwargs: Any) -> gym.Env:
     else:
         kwargs.pop("render_mode", None)  # Before 0.24: render(mode="rgb_array").
     try:
-        return adapt(classic_gym.make(name, **kwargs))
+        return adapt(classic_gym.make(name, **_without_none(kwargs)))
     except classic_gym.error.UnregisteredEnv:
         registry = classic_gym.envs.registry
         names = [f"gym:{known}" for known in getattr(registry, "env_specs", registry)]
@@ -119,6 +111,11 @@ def _make_classic(name: str, **kwargs: Any) -> gym.Env:
         if getattr(error, "name", None) is not None:
             raise  # The environment's own module has a wrong import.
         raise MakeError(f"--env gym:{name}: {error}") from error
+
+
+def _without_none(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is None: not every constructor has a `render_mode`."""
+    return {key: value for key, value in kwargs.items() if value is not None}
 
 
 def _find_function(name: str) -> Callable[..., Any] | None:

@@ -11,6 +11,16 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from core.errors import MakeError
+
+
+def _check_mode(env: gym.Env, render_mode: str | None) -> str | None:
+    known = env.metadata["render_modes"]
+    if render_mode not in (None, *known):
+        name = type(env).__name__
+        raise MakeError(f"{name} has no render_mode {render_mode!r}, only {known}")
+    return render_mode
+
 
 class Catch(gym.Env):
     """A ball falls, one row per step; catch it with the paddle on the bottom row.
@@ -32,7 +42,7 @@ class Catch(gym.Env):
     PIXELS = 16  # Per cell when rendered.
 
     def __init__(self, render_mode: str | None = None) -> None:
-        self.render_mode = render_mode
+        self.render_mode = _check_mode(self, render_mode)
         shape = (self.ROWS, self.COLUMNS)
         self.observation_space = gym.spaces.Box(0.0, 1.0, shape, np.float32)
         self.action_space = gym.spaces.Discrete(3)
@@ -98,7 +108,7 @@ class Memory(gym.Env):
     PRICE = 0.5
 
     def __init__(self, render_mode: str | None = None) -> None:
-        self.render_mode = render_mode
+        self.render_mode = _check_mode(self, render_mode)
         self.observation_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
         self.action_space = gym.spaces.Discrete(2)
 

@@ -33,7 +33,7 @@ from core.running.machine import (
     lower_priority,
     num_cores,
 )
-from core.running.signals import STOP_SIGNALS, StopSignal, kill_if_hung
+from core.running.signals import STOP_SIGNALS, Pauses, StopSignal, kill_if_hung
 from core.running.supervise import RestartBudget, describe_exit
 from core.running.unit import Unit, end_units
 
@@ -101,6 +101,7 @@ class Servers:
             ServerSlot(i, address, progress[i], RestartBudget())
             for i, address in enumerate(addresses)
         ]
+        self._pauses = Pauses()
 
     def __enter__(self) -> "Servers":
         return self
@@ -155,12 +156,13 @@ class Servers:
             self._output.read()
         if self._stop.received is not None:  # The servers may have got the signal too.
             return set()
+        pause_end = self._pauses.end()
         for slot in self.slots:
             if slot.pipe in ready:
                 self._receive(slot)
             if slot.process is not None and slot.process.sentinel in ready:
                 self._handle_death(slot)
-            self._check_progress(slot)
+            self._check_progress(slot, pause_end)
             self._check_socket(slot)
         return ready.intersection(others)
 
@@ -241,7 +243,7 @@ class Servers:
             extra={"restarts": self._restarts},
         )
 
-    def _check_progress(self, slot: ServerSlot) -> None:
+    def _check_progress(self, slot: ServerSlot, pause_end: float) -> None:
         """Kill a server if a call of its environments takes too long."""
         if slot.process is None:
             return
@@ -250,7 +252,7 @@ class Servers:
         if kill_if_hung(
             f"Server {slot.index}",
             slot.process,
-            0.0 if oldest == np.inf else oldest,
+            0.0 if oldest == np.inf else max(oldest, pause_end),
             self._flags.env_step_timeout_s,
         ):
             slot.reason = "its environment hung"

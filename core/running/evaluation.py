@@ -18,8 +18,9 @@ import gymnasium as gym
 import numpy as np
 
 from core.action_spaces import check_spaces
+from core.environments.faults import describe
 from core.environments.stepping import Environments
-from core.errors import ConfigError, MakeError
+from core.errors import ConfigError, EnvError, MakeError
 from core.nests import Nest, map_nest
 from core.running import checkpoint, common_flags, dashboard
 from core.running.randomness import seed_rng
@@ -53,6 +54,9 @@ def play(
       state: the recurrent state before the first game.
       video_dir: the folder for game-000.mp4, game-001.mp4 and so on, which is created
         if it is missing. None to write no videos.
+
+    Raises:
+      ConfigError: the environment draws no pictures for a video.
     """
     assert len(envs.envs) == 1, len(envs.envs)
     row = map_nest(lambda s: np.zeros((1, *s.shape), s.dtype), envs.row_spec)
@@ -61,12 +65,13 @@ def play(
         lives: list[float] = []
         with contextlib.ExitStack() as stack:
             add_frame = None
-            if video_dir is not None:
-                path = video_path(video_dir, number)
-                add_frame = stack.enter_context(_video(path, envs.envs[0]))
             while True:
-                if add_frame is not None:
-                    add_frame(np.asarray(envs.render()))
+                if video_dir is not None:
+                    picture = _draw(envs)
+                    if add_frame is None:
+                        path = video_path(video_dir, number)
+                        add_frame = stack.enter_context(_video(path, envs.envs[0]))
+                    add_frame(picture)
                 actions, state = policy(row, state)
                 envs.step(actions, row)
                 ended = not math.isnan(row["info"]["game_return"][0])
@@ -79,6 +84,23 @@ def play(
         if row["truncated"][0]:  # The next step executes no action; it resets.
             actions, state = policy(row, state)
             envs.step(actions, row)
+
+
+def _draw(envs: Environments) -> np.ndarray:
+    """Return a frame for a video: uint8 [H, W, 3]."""
+    try:
+        picture = envs.render()
+    except EnvError as error:
+        if not isinstance(error.__cause__, NotImplementedError):
+            raise
+        raise ConfigError("--video: the environment has no render()") from error
+    is_right = isinstance(picture, np.ndarray) and picture.dtype == np.uint8
+    if not is_right or picture.ndim != 3 or picture.shape[2] != 3:
+        raise ConfigError(
+            f"--video: the environment's render() returned {describe(picture)}; "
+            "expected uint8[H,W,3], as for render_mode='rgb_array'"
+        )
+    return picture
 
 
 def video_path(video_dir: Path, number: int) -> Path:

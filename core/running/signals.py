@@ -30,6 +30,31 @@ DUPLICATE_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+PAUSE_S = 30.0  # A thread that looks every second and comes so late was stopped.
+
+
+class Pauses:
+    """Tells when this process last continued after a pause (Ctrl-Z, SIGSTOP).
+
+    The time of a pause is no delay of an environment or of a learner.
+    """
+
+    def __init__(self) -> None:
+        self._called = time.monotonic()
+        self._end = 0.0
+
+    def end(self) -> float:
+        """Return when the newest pause ended (`time.monotonic`), or 0.
+
+        Must be called every few seconds: a longer gap is taken for a pause.
+        """
+        now = time.monotonic()
+        if now - self._called > PAUSE_S:
+            self._end = now
+        self._called = now
+        return self._end
+
+
 class StopSignal:
     """Sets `received` at the first of STOP_SIGNALS, and ends the process at the second.
 
@@ -42,6 +67,9 @@ class StopSignal:
     status 128 + n instead (n: the signal's number), because the default action would
     report that the signal killed the process. While the interpreter shuts down, these
     signals are blocked.
+
+    SIGTSTP (Ctrl-Z, or Slurm before it suspends a job) pauses the process as always,
+    but first stops the timer that would end a program that hangs.
     """
 
     def __init__(self) -> None:
@@ -54,12 +82,14 @@ class StopSignal:
             old = signal.getsignal(signum)
             if not (signum == signal.SIGHUP and old == signal.SIG_IGN):
                 self._old[signum] = signal.signal(signum, self._handle)
+        self._old_pause = signal.signal(signal.SIGTSTP, _pause)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for signum, handler in self._old.items():
             is_end = handler == signal.SIG_DFL
             signal.signal(signum, _end_at_once if is_end else handler)
+        signal.signal(signal.SIGTSTP, self._old_pause)
         atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
 
     def _handle(self, signum: int, frame: object) -> None:
@@ -71,6 +101,11 @@ class StopSignal:
                 "\x1b[?25h\nSecond signal: exiting at once, no checkpoint.\n"
             )
             _end_at_once(signum, frame)
+
+
+def _pause(signum: int, frame: object) -> None:
+    faulthandler.cancel_dump_traceback_later()  # The next look at a clock starts it.
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _end_at_once(signum: int, frame: object) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from core.errors import ConfigError, Exit, StallError, one_line
 from core.running import terminal
-from core.running.signals import dump_stacks
+from core.running.signals import Pauses, dump_stacks
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,8 @@ def from_child(line: str) -> tuple[int, str, int]:
 
     Lines that `ForParent` did not write have level INFO and 0 restarts.
     """
-    with contextlib.suppress(ValueError):
+    # RecursionError: the line begins with thousands of brackets.
+    with contextlib.suppress(ValueError, RecursionError):
         match json.loads(line):
             case [int(level), str(text), int(restarts)]:
                 return level, text, restarts
@@ -243,6 +244,7 @@ class Watchdog:
         self._on_stall = on_stall
         self._value: Any = None
         self._since = time.monotonic()
+        self._pauses = Pauses()
 
     def progress(
         self, value: Any, describe_wait: Callable[[], str] | None = None
@@ -256,6 +258,7 @@ class Watchdog:
           StallError: `value` has not changed for longer than the limit.
         """
         now = time.monotonic()
+        self._since = max(self._since, self._pauses.end())
         if value != self._value:
             self._value, self._since = value, now
         elif now - self._since > self._limit_s:

@@ -37,7 +37,7 @@ import numpy as np
 
 from core.errors import Exit
 from core.running import terminal
-from core.running.signals import dump_stacks
+from core.running.signals import Pauses, dump_stacks
 from core.running.supervise import exit_with_parent, send_at_parents_end
 
 log = logging.getLogger(__name__)
@@ -321,11 +321,12 @@ def limit_calls(
         )
 
     def watch() -> None:
+        pauses = Pauses()
         while not done.wait(LOOK_S):
             postpone_end()
-            now = time.monotonic()
+            now, pause_end = time.monotonic(), pauses.end()
             for since, (limit, what, flag) in zip(clocks.tolist(), limits):
-                if since and now - since > limit:
+                if since and now - max(since, pause_end) > limit:
                     log.error("%s has taken %g s (%s)", what, limit, flag)
                     _end_process()
 

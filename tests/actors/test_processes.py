@@ -243,7 +243,7 @@ def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch, caplog):
         pids, later = actors.pids(), time.monotonic() + 1e6
         with monkeypatch.context() as patch:  # Whatever joins needs the real one.
             patch.setattr(processes.time, "monotonic", lambda: later)
-            actors._check_progress(actors.slots[0])
+            actors._check_progress(actors.slots[0], 0.0)
         assert actors.pids() == pids and "hangs" not in caplog.text
 
 

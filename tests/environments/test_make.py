@@ -94,6 +94,25 @@ def test_make_takes_an_id_that_a_module_registers(user_module):
         gym.registry.pop("Counting-v0")
 
 
+def test_the_constructor_of_an_id_gets_no_keyword_that_is_none(user_module):
+    user_module(
+        "user_draws",
+        "import gymnasium\n"
+        "from tests.counting_env import CountingEnv\n"
+        "class Drawn(CountingEnv):\n"
+        "    def __init__(self, render_mode):\n"
+        "        super().__init__()\n        self.render_mode = render_mode\n"
+        "gymnasium.register('Plain-v0', CountingEnv)\n"
+        "gymnasium.register('Drawn-v0', Drawn, kwargs={'render_mode': 'rgb_array'})\n",
+    )
+    try:
+        assert make("user_draws:Plain-v0", render_mode=None).render_mode is None
+        assert make("user_draws:Drawn-v0", render_mode=None).render_mode == "rgb_array"
+    finally:
+        for name in ("Plain-v0", "Drawn-v0"):
+            gym.registry.pop(name)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -108,8 +127,6 @@ def test_make_takes_an_id_that_a_module_registers(user_module):
         ("tests.counting_env:LIVES", "expected a function, got 2"),
         ("fractions:Fraction", "Fraction has no reset, step, observation_space"),
         ("gym:CartPole-v1", r"pip install -e .\[classic\]"),
-        ("ale-vector:Pong", r"For Atari use --env ALE/Pong-v5 .*--envs_per_stream"),
-        ("envpool:Ant-v4", r"return core.environments.vector.from_vector_env\(...\)"),
         ("Nobody-v0", "If another package registers this id, write package:ID"),
         ("Cart Pole-v1", "--env Cart Pole-v1: Malformed environment ID"),
         ("Ant-v3", "--env Ant-v3: .* moved to the gymnasium-robotics project"),

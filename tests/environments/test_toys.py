@@ -8,6 +8,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from core.environments.toys import Catch, Memory
+from core.errors import MakeError
 
 NUM_EPISODES = 29
 
@@ -29,6 +30,12 @@ def play(env, policy, num_episodes=NUM_EPISODES):
 @pytest.mark.parametrize("env_class", [Catch, Memory])
 def test_toys_obey_the_gymnasium_api(env_class):
     check_env(env_class(), skip_render_check=True)
+
+
+@pytest.mark.parametrize("env_class, mode", [(Catch, "human"), (Memory, "rgb_array")])
+def test_toys_refuse_to_draw_what_they_cannot(env_class, mode):
+    with pytest.raises(MakeError, match=f"has no render_mode '{mode}'"):
+        env_class(render_mode=mode)
 
 
 def ball_and_paddle(board):

@@ -11,6 +11,7 @@ import pytest
 
 from core.environments.stepping import Environments, env_seed
 from core.environments.toys import Catch
+from core.errors import ConfigError
 from core.running import evaluation
 from core.running.evaluation import Game
 from tests import counting_env
@@ -273,3 +274,29 @@ def test_a_video_shows_each_observation_that_was_acted_on(tmp_path, capsys):
     errors = np.abs(film.astype(int) - expected.astype(int)).mean(axis=(1, 2, 3))
     differences = np.abs(np.diff(expected.astype(int), axis=0)).mean(axis=(1, 2, 3))
     assert errors.max() < differences.min() / 2  # Nearer to its own than to the next.
+
+
+@pytest.mark.parametrize(
+    "picture, said",
+    [
+        (NotImplementedError(), "the environment has no render"),
+        (None, "returned None; expected uint8"),
+        (np.zeros((4, 4, 3)), r"returned float64\[4,4,3\]; expected uint8"),
+        (np.zeros((4, 4), np.uint8), r"returned uint8\[4,4\]; expected uint8"),
+    ],
+)
+def test_an_environment_without_pictures_is_told_in_one_line(tmp_path, picture, said):
+    class Blind(Catch):
+        def render(self):
+            if isinstance(picture, Exception):
+                raise picture
+            return picture
+
+    envs = Environments(Blind, 1, seed=SEED)
+    games = evaluation.play(
+        envs, lambda row, state: (np.array([1]), state), None, num_games=1,
+        video_dir=tmp_path / "video",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=said):
+        next(games)
+    assert not (tmp_path / "video").exists()

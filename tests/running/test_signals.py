@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+import types
 
 import psutil
 import pytest
@@ -18,6 +19,19 @@ from core.running.supervise import (
 )
 from tests.conftest import wait_until
 from tests.running.conftest import DEADLINE_S, run_python
+
+
+@pytest.fixture(autouse=True)
+def default_handlers():
+    """Restore the handlers: `StopSignal` leaves some that end the process at once.
+
+    A process that an environment forks loses a signal if it has such a handler and the
+    signal comes before it runs.
+    """
+    handlers = {signum: signal.getsignal(signum) for signum in signals.STOP_SIGNALS}
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize("signum", signals.STOP_SIGNALS)
@@ -193,3 +207,31 @@ def test_threads_without_python_are_listed_too():
     """)
     assert done.returncode == 0, done.stderr
     assert re.match(r"thread \d+ python\S*: R \S+, CPU [\d.]+ s$", done.stdout, re.M)
+
+
+def test_a_paused_program_is_neither_late_nor_ended():
+    done = run_python("""
+        import os, signal, subprocess
+        from core.running import signals, supervise
+        supervise.HANG_GRACE_S = signals.PAUSE_S = 0.2
+        with signals.StopSignal():
+            watchdog = supervise.Watchdog(0.2)
+            watchdog.progress("step 3")
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            signal.raise_signal(signal.SIGTSTP)
+            watchdog.progress("step 3")
+            watchdog.close()
+            print("goes on")
+    """)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+
+
+def test_only_a_long_gap_is_a_pause(monkeypatch):
+    now = [1000.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(signals, "time", clock)
+    pauses, ends = signals.Pauses(), []
+    for gap in (1, signals.PAUSE_S, signals.PAUSE_S + 1, 1):
+        now[0] += gap
+        ends.append(pauses.end())
+    assert ends == [0, 0, now[0] - 1, now[0] - 1]

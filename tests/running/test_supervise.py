@@ -322,7 +322,7 @@ def test_a_parent_reads_what_a_child_logs_and_what_its_environments_print():
         line = supervise.ForParent().format(record)
         told = (logging.WARNING, "it\nfailed: 3", restarts)
         assert supervise.from_child(line + "\n") == told
-    for printed in ("loading...", "", "[1, 2]", '{"a": 1}', "[", "7"):
+    for printed in ("loading...", "", "[1, 2]", '{"a": 1}', "[", "7", "[" * 5000):
         assert supervise.from_child(printed + "\n") == (logging.INFO, printed, 0)
 
 
