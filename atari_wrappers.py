@@ -26,6 +26,7 @@ episode's first observation (no-ops, fire) are dropped.
 """
 
 import collections
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -95,6 +96,17 @@ def protocol(name: str, **changes: Any) -> dict[str, Any]:
     return {**options, **changes}
 
 
+def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `make_atari` that a trainer's flags ask for.
+
+    Flags with the names of options change those of --atari_protocol, unless None.
+    """
+    changes = {
+        name: flags[name] for name in PROTOCOLS["impala"] if flags.get(name) is not None
+    }
+    return protocol(flags.get("atari_protocol") or "impala", **changes)
+
+
 def describe(
     *,
     noop_max: int,
@@ -122,7 +134,7 @@ def describe(
 
 def is_atari(env_id: str) -> bool:
     """Say whether `--env env_id` is a game that `make_atari` can make."""
-    spec = gym.registry.get(env_id.removeprefix("gym:"))
+    spec = gym.registry.get(env_id.removeprefix("gym:").removeprefix("ale_py:"))
     return spec is not None and str(spec.entry_point).startswith("ale_py")
 
 
@@ -137,9 +149,10 @@ def make_atari(
     """Create an Atari game with all wrappers. The defaults are protocol "impala".
 
     Args:
-      env_id: a Gymnasium id such as PongNoFrameskip-v4 or ALE/Pong-v5, or
-        gym:PongNoFrameskip-v4 for classic gym with atari-py. It selects the game, its
-        mode and difficulty. The arguments here decide everything else.
+      env_id: a Gymnasium id such as PongNoFrameskip-v4, ALE/Pong-v5 or
+        ale_py:ALE/Pong-v5, or gym:PongNoFrameskip-v4 for classic gym with atari-py. It
+        selects the game, its mode and difficulty. The arguments here decide everything
+        else.
       sticky_actions: probability, in each frame, that the emulator repeats its last
         action instead of the new one.
       full_action_space: all 18 actions, not only those that the game uses.

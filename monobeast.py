@@ -267,19 +267,9 @@ def create_env(flags: argparse.Namespace, render_mode: str | None = None) -> Any
       render_mode: None when training; "rgb_array" or "human" when testing.
     """
     if atari_wrappers.is_atari(flags.env):
-        return atari_wrappers.make_atari(
-            flags.env, **atari_options(flags), render_mode=render_mode
-        )
+        options = atari_wrappers.options_of(vars(flags))
+        return atari_wrappers.make_atari(flags.env, render_mode=render_mode, **options)
     return make(flags.env, render_mode=render_mode)
-
-
-def atari_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `atari_wrappers.make_atari` that the flags ask for."""
-    given = {key: getattr(flags, key) for key in common_flags.ATARI_FLAGS}
-    return atari_wrappers.protocol(
-        given.pop("atari_protocol") or "impala",
-        **{key: value for key, value in given.items() if value is not None},
-    )
 
 
 def env_options(flags: argparse.Namespace) -> dict[str, Any]:
@@ -289,7 +279,8 @@ def env_options(flags: argparse.Namespace) -> dict[str, Any]:
     """
     if not atari_wrappers.is_atari(flags.env):
         return {}
-    return {"atari_protocol": flags.atari_protocol or "impala", **atari_options(flags)}
+    options = atari_wrappers.options_of(vars(flags))
+    return {"atari_protocol": flags.atari_protocol or "impala", **options}
 
 
 def create_net(flags: argparse.Namespace, spaces: Spaces) -> Net:

@@ -75,9 +75,8 @@ def create_env(flags: argparse.Namespace, render_mode: str | None = None) -> Any
       render_mode: None when training; "rgb_array" or "human" when testing.
     """
     if atari_wrappers.is_atari(flags.env):
-        return atari_wrappers.make_atari(
-            flags.env, **atari_options(flags), render_mode=render_mode
-        )
+        options = atari_wrappers.options_of(vars(flags))
+        return atari_wrappers.make_atari(flags.env, render_mode=render_mode, **options)
     return make(flags.env, render_mode=render_mode)
 
 
@@ -104,15 +103,6 @@ def create_environments(
     )
 
 
-def atari_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `atari_wrappers.make_atari` that the flags give."""
-    given = {key: getattr(flags, key) for key in common_flags.ATARI_FLAGS}
-    return atari_wrappers.protocol(
-        given.pop("atari_protocol") or "impala",
-        **{key: value for key, value in given.items() if value is not None},
-    )
-
-
 def env_options(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the environment's options: the learner logs them and writes meta.json.
 
@@ -120,7 +110,8 @@ def env_options(flags: argparse.Namespace) -> dict[str, Any]:
     """
     if not atari_wrappers.is_atari(flags.env):
         return {}
-    return {"atari_protocol": flags.atari_protocol or "impala", **atari_options(flags)}
+    options = atari_wrappers.options_of(vars(flags))
+    return {"atari_protocol": flags.atari_protocol or "impala", **options}
 
 
 # ---------------------------------------------------------------------------- flags

@@ -27,6 +27,8 @@ def publish(run_dir: Path, out: Path) -> Path:
     found = checkpoint.load(run_dir / "checkpoints")
     if found is None:
         raise SystemExit(f"{run_dir}: no checkpoint")
+    if (out / "checkpoints").exists():
+        raise SystemExit(f"{out} has checkpoints already; name a new folder")
     out.mkdir(parents=True, exist_ok=True)
     shutil.copy(run_dir / "meta.json", out)
     return checkpoint.save(

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import atari_wrappers
-from core.running import common_flags
 from tools import plot
 
 COLUMNS = (
@@ -100,12 +99,8 @@ def protocol(env: str, flags: dict[str, Any]) -> str:
         f"discount {flags['discounting']}",
     ]
     if atari_wrappers.is_atari(env):
-        given = {key: flags.get(key) for key in common_flags.ATARI_FLAGS}
-        name = given.pop("atari_protocol") or "impala"
-        changes = {key: value for key, value in given.items() if value is not None}
-        points.append(
-            atari_wrappers.describe(**atari_wrappers.protocol(name, **changes))
-        )
+        options = atari_wrappers.options_of(flags)
+        points.append(atari_wrappers.describe(**options))
     elif env.startswith("MinAtar/"):
         points.append("sticky actions 0.1 (MinAtar's own)")
     return "; ".join(points)

@@ -569,7 +569,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = parser.parse_args(argv).file
     try:
         sweep = read_sweep(path)
-        sweep.savedir.mkdir(parents=True, exist_ok=True)
+        try:
+            sweep.savedir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SweepError(f"savedir: {error}", Exit.CONFIG) from error
         with open(sweep.savedir / ".lock", "a+") as lock:  # Held until the end.
             lock.seek(0)
             if user := try_lock(lock):

@@ -12,6 +12,7 @@ and changes no statistics. The test modes do not change them.
 
 import argparse
 import itertools
+import logging
 
 import gymnasium as gym
 import numpy as np
@@ -23,6 +24,8 @@ from core.algorithm.learners import Learners
 from core.errors import ConfigError
 from core.nests import Nest, leaves, map_nest
 from core.rollout import leaf_spaces
+
+log = logging.getLogger(__name__)
 
 CLIP = 10.0  # Normalized inputs are in [-CLIP, CLIP].
 EPSILON = 1e-8  # Added to the variance, which may be 0.
@@ -52,6 +55,13 @@ def check_statistics(flags: argparse.Namespace, net: nn.Module) -> None:
                 f"--normalize_{what} is set, but Net.{name} is {type(part).__name__}, "
                 f"which keeps no statistics; expected {expected.__name__} of "
                 "core.algorithm.normalization. Edit Net, or leave the flag out."
+            )
+    inputs = getattr(net, "normalize", None)
+    if flags.normalize_observations and isinstance(inputs, InputNorm):
+        if not any(isinstance(part, RunningNorm) for part in inputs.observation):
+            log.warning(
+                "--normalize_observations changes nothing here: it is for Box spaces "
+                "of floats, and the observation has none."
             )
 
 
@@ -152,7 +162,8 @@ class InputNorm(nn.Module):
                 norm.learn(x[1:].flatten(0, 1), learners)
 
         map_nest(learn, self._number, rows["observation"])
-        self.reward.learn(rows["reward"][1:].flatten(), learners)
+        if not self.clip_rewards:
+            self.reward.learn(rows["reward"][1:].flatten(), learners)
 
 
 def _norm_for(space: gym.Space) -> nn.Module:

@@ -271,6 +271,9 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
         is_classic = isinstance(used, ClassicGym)
         api = "classic gym" if is_classic else "Gymnasium"
         print(f"environment  {faults.name_of(used)} ({api} API)")
+        if type(used.unwrapped).__module__.startswith("ale_py"):
+            print("note         this is the bare game; the trainers add the wrappers")
+            print("             of atari_wrappers.py and see other observations")
         print(f"observation  {used.observation_space}")
         print(f"actions      {used.action_space}")
         row_spec(used.observation_space, used.action_space, ())

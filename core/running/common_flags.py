@@ -73,6 +73,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         help="seconds between rows of logs.csv",
     )
     run.add_argument(
+        "--info_keys",
+        type=names,
+        default=(),
+        help="comma-separated names of scalar entries of the environment's info to log",
+    )
+    run.add_argument(
         "--stall_timeout_s",
         type=number(1),
         default=300.0,
@@ -120,12 +126,6 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
         help="a Gymnasium id, 'package.module:function', 'gym:ID' for classic gym, or "
         f"the built-in Catch or Memory. Default: {ENV}, or what the servers at "
         "--server_addresses serve",
-    )
-    env.add_argument(
-        "--info_keys",
-        type=names,
-        default=(),
-        help="comma-separated names of scalar entries of the environment's info to log",
     )
     env.add_argument(
         "--env_step_timeout_s",

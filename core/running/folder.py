@@ -53,11 +53,18 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
 
     Raises:
       RunDirBusy: another process holds a lock.
+      ConfigError: the folder cannot be created.
     """
     run_dir = (savedir.expanduser() / xpid).resolve()
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    _lock_name(run_dir)
-    run_dir.mkdir(exist_ok=True)
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        _lock_name(run_dir)
+        run_dir.mkdir(exist_ok=True)
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"--savedir is {savedir}, where no folder can be created: {error}. Choose "
+            "another --savedir."
+        ) from error
     lock_folder(run_dir)
     sweep(run_dir)
     sweep(run_dir / "checkpoints")

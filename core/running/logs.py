@@ -7,6 +7,7 @@ drops the rows that are newer than its checkpoint, so that no step is logged twi
 """
 
 import csv
+import hashlib
 import io
 import logging
 import math
@@ -374,9 +375,16 @@ def _import_wandb() -> ModuleType:
 def _init_wandb(wandb: ModuleType, run_dir: Path, config: dict[str, Any]) -> Any:
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", "torchbeast"),
-        id=re.sub(r"[/\\#?%:]", "-", run_dir.name),  # W&B refuses these.
+        id=_wandb_id(run_dir),
         name=run_dir.name,
         dir=str(run_dir),
         config=config,
         resume="allow",
     )
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """Return an id that a resumed run has again, and no run of another --savedir."""
+    name = re.sub(r"[/\\#?%:]", "-", run_dir.name)  # W&B refuses these.
+    place = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()
+    return f"{name}-{place[:8]}"

@@ -241,11 +241,13 @@ class Run:
     def end(self) -> Exit:
         """Log how the run ended; return the exit status."""
         if not self.learner.finished():
-            log.info(
-                "Stopped by %s at step %d. The same command goes on from there.",
-                self.stop.received.name if self.stop.received else "another learner",
-                self.learner.step,
+            who = self.stop.received.name if self.stop.received else "another learner"
+            remedy = (
+                f"The same command with --xpid {self.flags.xpid} goes on from there."
             )
+            if self.flags.disable_checkpoint:
+                remedy = "Nothing is saved (--disable_checkpoint)."
+            log.info("Stopped by %s at step %d. %s", who, self.learner.step, remedy)
             return Exit.STOPPED
         log.info("Done: %d steps.", self.learner.step)
         return Exit.DONE

@@ -214,6 +214,13 @@ def test_a_reward_that_the_network_clips_is_not_normalized():
     assert norm(rows)["reward"] is rows["reward"]
 
 
+@pytest.mark.parametrize("space, told", [(ACTIONS, True), (MIXED, False)])
+def test_observations_that_stay_as_they_are_are_told(space, told, caplog):
+    flags = make_flags(OBSERVATIONS)
+    monobeast.create_learner(flags, Spaces(space, ACTIONS))
+    assert ("--normalize_observations changes nothing here" in caplog.text) == told
+
+
 @pytest.mark.parametrize("module", [monobeast, polybeast])
 @pytest.mark.parametrize("use_lstm", [False, True])
 def test_the_network_sees_normalized_rows(module, use_lstm):

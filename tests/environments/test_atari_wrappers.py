@@ -558,6 +558,7 @@ def test_a_protocol_takes_changes_of_its_points_only():
     [
         ("PongNoFrameskip-v4", True),
         ("ALE/Pong-v5", True),
+        ("ale_py:ALE/Pong-v5", True),
         ("gym:PongNoFrameskip-v4", True),
         ("CartPole-v1", False),
         ("gym:CartPole-v1", False),

@@ -56,6 +56,12 @@ def test_check_prints_what_the_learner_sees_and_exits_0():
         assert text in result.stdout
 
 
+def test_check_says_that_an_atari_game_is_seen_without_wrappers(capsys):
+    pytest.importorskip("ale_py")
+    assert check.main(["PongNoFrameskip-v4", "--steps", "3"]) == 0
+    assert "this is the bare game" in capsys.readouterr().out
+
+
 def test_check_of_a_broken_environment_exits_78_with_a_line_each(tmp_path):
     (tmp_path / "broken.py").write_text(
         "import gymnasium as gym\n"

@@ -32,7 +32,20 @@ def published(runs):
     return runs / "small"
 
 
-def test_only_the_weights_are_published_in_half_precision(runs, published, capsys):
+def test_a_folder_with_checkpoints_is_refused(runs, published):
+    for out in (published, runs / "x"):
+        with pytest.raises(SystemExit, match=f"{out} has checkpoints already"):
+            publish.main([str(runs / "x"), str(out)])
+
+
+def test_a_new_checkpoint_is_told(runs, capsys):
+    out = runs / "told"
+    publish.main([str(runs / "x"), str(out)])
+    (path,) = (out / "checkpoints").iterdir()
+    assert re.fullmatch(rf"{path}: 0\.\d\d MB\n", capsys.readouterr().out)
+
+
+def test_only_the_weights_are_published_in_half_precision(runs, published):
     (path,) = (published / "checkpoints").iterdir()
     original = checkpoint.load(runs / "x" / "checkpoints")
     found = checkpoint.load(published / "checkpoints")
@@ -44,8 +57,6 @@ def test_only_the_weights_are_published_in_half_precision(runs, published, capsy
     flags = {"env": "Catch", "model": "auto", **dict.fromkeys(off, False)}
     assert found.state == {"flags": flags}
     assert path.stat().st_size < original.path.stat().st_size / 3
-    publish.main([str(runs / "x"), str(published)])  # Again, over it.
-    assert re.search(rf"{path}: 0\.\d\d MB", capsys.readouterr().out)
 
 
 def test_it_plays_as_what_it_was_made_of(start_for_module, runs, published):

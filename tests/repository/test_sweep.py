@@ -142,6 +142,12 @@ def test_a_wrong_file_is_refused_before_anything_starts(
     assert not [p for p in tmp_path.glob("runs/*") if p.name != ".lock"]
 
 
+def test_a_savedir_that_cannot_be_made_is_told(toml, tmp_path, capsys):
+    (tmp_path / "runs").write_text("in the way")
+    assert sweep.main([str(toml(FAKE + "[grid]\nseed = [1]"))]) == 78
+    assert "sweep.toml: savedir: [Errno" in capsys.readouterr().err
+
+
 def test_a_missing_file_is_named(tmp_path, capsys):
     assert sweep.main([str(tmp_path / "none.toml")]) == 2
     assert "none.toml" in capsys.readouterr().err

@@ -535,7 +535,7 @@ def test_testing_plays_by_the_options_that_the_servers_told(
     trained, tmp_path, argv, changes
 ):
     trained("--xpid a", **MACHADO)
-    played = monobeast.atari_options(parse_test(tmp_path, argv))
+    played = atari_wrappers.options_of(vars(parse_test(tmp_path, argv)))
     told = {**MACHADO, **changes}
     del told["atari_protocol"]
     assert played == told

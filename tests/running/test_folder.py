@@ -139,6 +139,13 @@ def test_latest_points_to_the_run_prepared_last(tmp_path):
     assert names == {"one", "two", "latest", ".locks"}
 
 
+def test_a_savedir_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    for savedir in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=f"--savedir is {savedir}, where no"):
+            prepare_run_dir(savedir, "one")
+
+
 def test_the_run_named_latest_is_the_latest_run(tmp_path):
     run_dir = prepare_run_dir(tmp_path, "one")
     assert prepare_run_dir(tmp_path, "latest") == run_dir

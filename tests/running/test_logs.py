@@ -4,6 +4,7 @@
 import logging
 import math
 import os
+import re
 import random
 import sys
 import threading
@@ -277,6 +278,9 @@ def test_wandb_gets_the_rows_under_the_id_of_the_run(tmp_path, monkeypatch):
         ("log", {"step": 7}, 7),
         ("finish",),
     ]
-    assert (options["id"], options["name"]) == ("pong-1", "pong:1")
+    assert re.fullmatch("pong-1-[0-9a-f]{8}", options["id"])
+    assert options["id"] == logs._wandb_id(tmp_path / "." / "pong:1")
+    assert options["id"] != logs._wandb_id(tmp_path / "another" / "pong:1")
+    assert options["name"] == "pong:1"
     assert options["resume"] == "allow"
     assert options["config"] == {"seed": 3}

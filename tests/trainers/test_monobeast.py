@@ -150,7 +150,9 @@ def test_a_recurrent_state_of_any_type_stays_as_it_is(monkeypatch):
     net = monobeast.create_net(flags, spaces)
     dtypes = [torch.int64, torch.float64, torch.bool]
     monkeypatch.setattr(
-        net, "initial_state", lambda B: tuple(torch.zeros(1, B, dtype=d) for d in dtypes)
+        net,
+        "initial_state",
+        lambda B: tuple(torch.zeros(1, B, dtype=d) for d in dtypes),
     )
     outputs = monobeast.net_outputs(spaces)
     _, state = prepare.rollout_specs(flags, spaces, net, outputs)

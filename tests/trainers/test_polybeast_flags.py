@@ -669,6 +669,16 @@ def test_any_run_that_was_trained_can_be_tested(trained, tmp_path, argv, env):
     assert parse_test(tmp_path).env == "Catch"
 
 
+@pytest.mark.parametrize(
+    "servers", ["--server_addresses localhost:1", "--listen :4431"]
+)
+def test_a_run_with_other_servers_is_tested_with_its_own_flags(
+    trained, tmp_path, servers
+):
+    trained(f"--xpid a {servers}", "PongNoFrameskip-v4", atari_protocol="machado")
+    assert parse_test(tmp_path, servers).atari_protocol == "machado"
+
+
 def test_testing_without_a_run_is_refused_with_the_remedy(tmp_path, capsys):
     message = refusal(["--mode", "test", "--savedir", str(tmp_path / "none")], capsys)
     for part in ("--mode is test", str(tmp_path / "none"), "--xpid", "--savedir"):

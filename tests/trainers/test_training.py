@@ -302,9 +302,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(
     assert program.wait() == 75, program.text()
     step = load(run_dir).step
     name = signal.Signals(signum).name
-    assert f"Stopped by {name} at step {step}. The same command goes on" in (
-        program.text()
-    )
+    said = f"Stopped by {name} at step {step}. The same command with --xpid x goes on"
+    assert said in program.text()
     assert int(log_rows(run_dir)[-1]["step"]) == step
     wait_until(lambda: ended(family))
 
