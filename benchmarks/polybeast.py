@@ -40,7 +40,8 @@ def measure(total: int, argv: list[str]) -> dict[str, Any]:
             time.sleep(1.0)
             mb = tree_pss(child.pid) / 2**20
             progress = read_progress(Path(savedir))
-            if progress and child.poll() is None:
+            # Not while the run is ending, when processes have gone.
+            if progress and progress[-1]["step"] < total and child.poll() is None:
                 samples.append((progress[-1]["step"], mb))
         if child.returncode != 0:
             raise RuntimeError(f"polybeast ended with {child.returncode}")

@@ -2,6 +2,7 @@
 
 #include "actor_pool.h"
 
+#include <array>
 #include <stdexcept>
 #include <utility>
 
@@ -13,6 +14,22 @@
 namespace torchbeast {
 namespace {
 
+constexpr std::array<std::string_view, 11> kStateNames = {
+    "unused",
+    "waiting_to_connect",
+    "connecting",
+    "greeting",
+    "waiting_for_env",
+    "receiving",
+    "waiting_for_inference",
+    "waiting_for_room",
+    "moving",
+    "closing",
+    "stopped",
+};
+static_assert(static_cast<size_t>(StreamState::kStopped) + 1 ==
+              kStateNames.size());
+
 PoolOptions checked(PoolOptions options) {
   const auto require = [](bool condition, const std::string& text) {
     if (!condition) throw std::invalid_argument(text);
@@ -23,6 +40,10 @@ PoolOptions checked(PoolOptions options) {
   require(options.num_envs >= 1, "num_envs is " +
                                      std::to_string(options.num_envs) +
                                      ", expected at least 1");
+  require(!options.welcome || options.welcome->num_envs == options.num_envs,
+          "welcome is of a server with another number of environments per "
+          "stream than num_envs (" +
+              std::to_string(options.num_envs) + ")");
   require(options.learner_queue != nullptr, "learner_queue is missing");
   require(options.inference_batcher != nullptr, "inference_batcher is missing");
   for (const auto& [what, batch_dim] :
@@ -59,32 +80,9 @@ PoolOptions checked(PoolOptions options) {
 }  // namespace
 
 std::string_view name(StreamState state) {
-  switch (state) {
-    case StreamState::kUnused:
-      return "unused";
-    case StreamState::kWaitingToConnect:
-      return "waiting_to_connect";
-    case StreamState::kConnecting:
-      return "connecting";
-    case StreamState::kGreeting:
-      return "greeting";
-    case StreamState::kWaitingForEnv:
-      return "waiting_for_env";
-    case StreamState::kReceiving:
-      return "receiving";
-    case StreamState::kWaitingForInference:
-      return "waiting_for_inference";
-    case StreamState::kWaitingForRoom:
-      return "waiting_for_room";
-    case StreamState::kMoving:
-      return "moving";
-    case StreamState::kClosing:
-      return "closing";
-    case StreamState::kStopped:
-      return "stopped";
-  }
-  return "unknown";
+  return kStateNames[static_cast<size_t>(state)];
 }
+
 ActorPool::ActorPool(PoolOptions options, std::unique_ptr<Transport> transport)
     : run_(std::make_shared<PoolRun>(checked(std::move(options)),
                                      std::move(transport))) {}

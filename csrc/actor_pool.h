@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -33,6 +34,9 @@ struct PoolOptions {
   // The values that arrays of integers may have. Arrays that are not listed may
   // have any.
   std::vector<wire::ValueRange> value_ranges;
+  // Of the server that the agent was made for: the others must be the same.
+  // None: the first server that connects decides.
+  std::optional<wire::Welcome> welcome;
   std::vector<std::string> info_keys;  // Sent in the Hello, like the next four.
   uint64_t seed = 0;
   std::string run_id;

@@ -161,8 +161,11 @@ void ActorStream::on_welcome(const Segments& message, wire::Piece body) {
                        "--envs_per_stream");
     }
     if (!env) {
-      env = run_.set_env(make_env_spec(address_, welcome, message.size(),
-                                       run_.spec_options_, *run_.buffers_));
+      const auto& first = run_.options_.welcome;
+      env = run_.set_env(make_env_spec(
+          first ? "the server that the model was made for" : address_,
+          first ? *first : welcome, message.size(), run_.spec_options_,
+          *run_.buffers_));
     }
     check_same(*env, welcome);  // Another Welcome may have been the first.
   } catch (const ActorError& error) {
@@ -524,8 +527,7 @@ void ActorStream::finish_close_locked() {
   run_.changed_.notify_all();
 }
 
-// --- Changes of the address
-// ---------------------------------------------------
+// --- Changes of the address --------------------------------------------------
 
 // Makes `address_` follow `wanted_`. Returns the connection that must be
 // cancelled first, if there is one; then finish_close_locked() goes on.

@@ -99,6 +99,19 @@ wire::ValueRange to_value_range(const PyValueRange& range) {
   return result;
 }
 
+// None if there are no bytes.
+std::optional<wire::Welcome> to_welcome(const std::string& bytes) {
+  if (bytes.empty()) return std::nullopt;
+  Segments message;
+  message.parts.emplace_back(bytes);
+  try {
+    return wire::decode_welcome(message, {.size = bytes.size()});
+  } catch (const wire::DecodeError& error) {
+    throw std::invalid_argument("welcome is malformed: " +
+                                std::string(error.what()));
+  }
+}
+
 // The parameters are those of the Python class.
 std::shared_ptr<ActorPool> make_actor_pool(
     int64_t unroll_length, std::shared_ptr<BatchingQueue> learner_queue,
@@ -110,7 +123,7 @@ std::shared_ptr<ActorPool> make_actor_pool(
     int max_failures, double step_timeout_s, double keepalive_s,
     int num_threads, std::optional<PemFiles> tls,
     const std::vector<PyValueRange>& value_ranges, size_t max_streams,
-    int64_t num_envs) {
+    int64_t num_envs, const std::string& welcome) {
   for (const auto& address : env_server_addresses) check_address(address);
   PoolOptions options;
   options.unroll_length = unroll_length;
@@ -119,6 +132,7 @@ std::shared_ptr<ActorPool> make_actor_pool(
   options.addresses = std::move(env_server_addresses);
   options.max_streams = max_streams;
   options.num_envs = num_envs;
+  options.welcome = to_welcome(welcome);
   options.initial_agent_state = to_nest(initial_agent_state);
   options.named_rows = named_rows;
   options.inference_keys = std::move(inference_keys);
@@ -328,7 +342,7 @@ void bind_actor_pool(py::module_& m) {
            py::arg("keepalive_s") = kDefaultKeepaliveS,
            py::arg("num_threads") = 1, py::arg("tls") = py::none(),
            py::arg("value_ranges") = py::tuple(), py::arg("max_streams") = 0,
-           py::arg("num_envs") = 1)
+           py::arg("num_envs") = 1, py::arg("welcome") = py::bytes())
       .def(
           "run",  // Blocks.
           [](const Pool& self) { call_without_gil([&] { self->run(); }); },

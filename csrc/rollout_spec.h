@@ -49,7 +49,7 @@ struct StateLeaf {
 
 // The environments' part of a rollout, made from the first Welcome.
 struct EnvSpec {
-  std::string address;  // Of the server that sent the Welcome.
+  std::string address;  // Of the server that sent the Welcome; for messages.
   wire::Welcome welcome;
   int64_t num_envs = 0;     // K, of each stream.
   int64_t columns = 0;      // C, of a learner batch: a multiple of K.

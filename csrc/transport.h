@@ -58,7 +58,7 @@ class Stream {
  public:
   virtual ~Stream() = default;
 
-  // Opens the connection. May be called once.
+  // Opens the connection, and sends the first message. May be called once.
   virtual void start(std::string first_message) = 0;
   // Does nothing after the end of the stream.
   virtual void send(std::string message) = 0;
@@ -70,9 +70,9 @@ class Transport {
  public:
   virtual ~Transport() = default;  // Calls shutdown().
 
-  // Returns a stream that is not connected yet: Stream::start connects it.
-  // `events` must live until on_closed has returned, or, if the stream was
-  // never started, until shutdown() has returned. A message larger than
+  // Returns a stream, which begins with Stream::start. Does not block. `events`
+  // must live until on_closed has returned, or, if the stream was never
+  // started, until shutdown() has returned. A message larger than
   // `max_message_bytes` ends the stream before it is read.
   virtual std::shared_ptr<Stream> connect(const std::string& address,
                                           StreamEvents* events,

@@ -7,7 +7,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -52,15 +51,11 @@ void set_nonblocking(int fd) {
   fcntl(fd, F_SETFD, FD_CLOEXEC);
 }
 
-// Returns the path of the socket PATH.s of a server at unix:PATH.
+// Returns the path at which a server at unix:PATH listens, if it does: PATH.s.
 std::optional<std::string> stream_path(const std::string& address) {
   if (!address.starts_with("unix:")) return std::nullopt;
   std::string path = address.substr(std::string("unix:").size()) + ".s";
-  struct stat file = {};
-  if (path.size() >= sizeof(sockaddr_un::sun_path) ||
-      ::stat(path.c_str(), &file) != 0 || !S_ISSOCK(file.st_mode)) {
-    return std::nullopt;
-  }
+  if (path.size() >= sizeof(sockaddr_un::sun_path)) return std::nullopt;
   return path;
 }
 
@@ -74,6 +69,7 @@ class LocalStream {
         max_message_bytes_(max_message_bytes) {}
   ~LocalStream() { close_socket(); }
 
+  bool connect();
   void open(std::string first_message);
   // Returns whether the Poller must call write() when the socket has room.
   bool send(std::string message);
@@ -106,7 +102,7 @@ class LocalStream {
   StreamEvents* const events_;
   const size_t max_message_bytes_;
 
-  // Used only by the thread of the Poller, and by open() before:
+  // Used only by the thread of the Poller, and before by connect() and open():
   int fd_ = -1;
   std::optional<End> end_;  // The stream has ended.
   std::array<unsigned char, kHeaderBytes> header_ = {};
@@ -125,13 +121,14 @@ class LocalStream {
   std::atomic<bool> waits_ = false;  // to_send_ is not empty.
 };
 
-// Connects, and sends the first message. Whether this succeeded is reported by
-// the Poller's thread.
-void LocalStream::open(std::string first_message) {
+// Connects. Returns false if nobody listens at the path: there is no socket, or
+// only that of a killed server. If the server is busy, the Poller's thread
+// reports this as the end of the stream.
+bool LocalStream::connect() {
   const int fd = ::socket(AF_UNIX, SOCK_STREAM, 0);
   if (fd < 0) {
     end_ = End{error_text("cannot create a socket", errno)};
-    return;
+    return true;
   }
   fd_ = fd;
 #ifdef SO_NOSIGPIPE
@@ -144,13 +141,18 @@ void LocalStream::open(std::string first_message) {
   path_.copy(address.sun_path, sizeof(address.sun_path) - 1);
   if (::connect(fd, reinterpret_cast<const sockaddr*>(&address),
                 sizeof(address)) != 0) {
+    if (errno != EAGAIN) return false;  // EAGAIN: too many wait there already.
     end_ = End{error_text("cannot connect", errno)};
-    return;
   }
+  return true;
+}
+
+void LocalStream::open(std::string first_message) {
+  if (end_) return;
   {
     std::lock_guard lock(mu_);
-    open_fd_ = fd;
-    if (cancelled_) ::shutdown(fd, SHUT_RDWR);
+    open_fd_ = fd_;
+    if (cancelled_) ::shutdown(fd_, SHUT_RDWR);
   }
   send(std::move(first_message));
 }
@@ -425,15 +427,19 @@ class LocalTransport final : public Transport {
                                   size_t max_message_bytes) override {
     auto path = stream_path(address);
     if (!path) return others_->connect(address, events, max_message_bytes);
+    auto stream = std::make_shared<LocalStream>(std::move(*path), events,
+                                                max_message_bytes);
+    // Before start(), because another transport is needed if nobody listens.
+    if (!stream->connect()) {
+      return others_->connect(address, events, max_message_bytes);
+    }
     std::lock_guard lock(mu_);
     if (stopping_) throw std::runtime_error("The transport was shut down");
     while (pollers_.size() < num_threads_) {
       pollers_.push_back(std::make_shared<Poller>());
     }
-    return std::make_shared<Handle>(
-        pollers_[next_++ % pollers_.size()],
-        std::make_shared<LocalStream>(std::move(*path), events,
-                                      max_message_bytes));
+    return std::make_shared<Handle>(pollers_[next_++ % pollers_.size()],
+                                    std::move(stream));
   }
 
   void shutdown() override {

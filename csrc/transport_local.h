@@ -19,7 +19,7 @@
 namespace torchbeast {
 
 // Returns a transport that connects to PATH.s if the address is unix:PATH and
-// there is such a socket, and otherwise over `others`. Its streams belong to
+// a server listens there, and otherwise over `others`. Its streams belong to
 // `num_threads` threads, which start with the first stream.
 std::unique_ptr<Transport> make_local_transport(
     int num_threads, std::unique_ptr<Transport> others);

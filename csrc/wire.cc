@@ -514,18 +514,13 @@ std::string hello_to_server(const Hello& hello) {
 std::string action_to_server(uint64_t seq,
                              const std::vector<std::string_view>& arrays,
                              bool whole) {
-  size_t size = 1 + 8 + (whole ? 2 : 0);
-  for (const std::string_view array : arrays) {
-    size += 1 + varint_size(array.size()) + array.size();
-  }
+  std::string body;
+  put_tag(body, 1, kFixed64);
+  for (int i = 0; i < 8; ++i) body.push_back(static_cast<char>(seq >> (8 * i)));
+  for (const std::string_view array : arrays) put_bytes(body, 2, array);
+  if (whole) put_number(body, 3, 1);
   std::string out;
-  out.reserve(1 + varint_size(size) + size);
-  put_tag(out, 2, kBytes);
-  put_varint(out, size);
-  put_tag(out, 1, kFixed64);
-  for (int i = 0; i < 8; ++i) out.push_back(static_cast<char>(seq >> (8 * i)));
-  for (const std::string_view array : arrays) put_bytes(out, 2, array);
-  if (whole) put_number(out, 3, 1);
+  put_bytes(out, 2, body);
   return out;
 }
 

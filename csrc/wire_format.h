@@ -216,10 +216,4 @@ inline void put_bytes(std::string& out, int field, std::string_view bytes) {
   out.append(bytes);
 }
 
-inline size_t varint_size(uint64_t value) {
-  size_t size = 1;
-  for (; value >= 0x80; value >>= 7) ++size;
-  return size;
-}
-
 }  // namespace torchbeast::wire

@@ -215,6 +215,8 @@ class ActorPool:
       max_streams: the largest number of streams at a time. 0: as many as there are
         env_server_addresses.
       num_envs: K. A server with another number ends the run.
+      welcome: what `describe` returned for the server that the model was made for. A
+        server that differs ends the run. b"": the first server that connects decides.
 
     Raises:
       TypeError, ValueError: an argument does not make sense, or no multiple of K is a
@@ -245,6 +247,7 @@ class ActorPool:
         ] = (),
         max_streams: int = 0,
         num_envs: int = 1,
+        welcome: bytes = b"",
     ) -> None: ...
     def run(self) -> None:
         """Play until `stop()`, or until a queue is closed. Blocks. Once only.

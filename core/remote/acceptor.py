@@ -32,6 +32,7 @@ from pathlib import Path
 
 from core.errors import ConfigError
 from core.remote import child, tls
+from core.remote.addresses import make_private
 from core.remote.tunnel import (
     Connection,
     Join,
@@ -53,6 +54,7 @@ MAX_MACHINES = 1000
 OPEN_S = 3.0  # Limit for a machine to dial a connection. The pool's limit for TCP.
 LEAVE_S = 10.0  # A machine that joins again within this time keeps its addresses.
 BIND_S = 5.0  # Time for the acceptor of an earlier learner to end.
+CHECK_SOCKETS_S = 1.0  # Interval of looks whether the unix sockets are still there.
 BACKLOG = 1024  # Connections that the kernel accepts while this process is busy.
 
 
@@ -124,12 +126,30 @@ class Acceptor:
         port = self._listener.sockets[0].getsockname()[1]
         return f"{host}:{port}"
 
+    def check_sockets(self) -> None:
+        """Check that the unix sockets are still there.
+
+        Raises:
+          RuntimeError: somebody has deleted some, such as all in /tmp.
+        """
+        paths = [str(self._folder)]
+        for machine in self._machines.values():
+            # `_add` may still be creating the others.
+            paths += machine.sockets()[: len(machine.listeners)]
+        for path in paths:
+            if not os.path.exists(path):
+                raise RuntimeError(
+                    f"somebody has deleted {path}, where the learner connects to "
+                    "machines that have dialed in; all machines must dial in again"
+                )
+
     async def close(self) -> None:
+        """End all connections. The learner keeps the machines: they may dial again."""
         if self._listener is not None:
             self._listener.close()
         await self._tasks.cancel_all()
         for machine in list(self._machines.values()):
-            self._remove(machine)
+            self._end(machine)
 
     # Connections from the network.
 
@@ -274,6 +294,10 @@ class Acceptor:
         return machine
 
     def _remove(self, machine: Machine) -> None:
+        self._end(machine)
+        child.tell("left", machine.path)
+
+    def _end(self, machine: Machine) -> None:
         self._machines.pop(machine.join.machine, None)
         if machine.removal is not None:  # Its timer would remove the successor.
             machine.removal.cancel()
@@ -284,7 +308,6 @@ class Acceptor:
         for name in machine.sockets():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
-        child.tell("left", machine.path)
 
     # Connections of the learner.
 
@@ -311,7 +334,11 @@ class Acceptor:
 
 
 async def accept(flags: argparse.Namespace) -> None:
-    """Accept until the learner ends this process."""
+    """Accept until the learner ends this process.
+
+    Raises:
+      RuntimeError: see `check_sockets`. Then the learner starts this process again.
+    """
     context = tls.context(flags.tls_dir, is_server=False)
     acceptor = Acceptor(flags.folder, context, flags.keepalive_s)
     try:
@@ -321,7 +348,9 @@ async def accept(flags: argparse.Namespace) -> None:
             "Machines may dial in: python -m polybeast_env --learner_address %s",
             describe(address),
         )
-        await asyncio.get_running_loop().create_future()  # Until it is cancelled.
+        while True:  # Until it is cancelled.
+            await asyncio.sleep(CHECK_SOCKETS_S)
+            acceptor.check_sockets()
     finally:
         await acceptor.close()
 
@@ -341,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tls_dir")
     parser.add_argument("--keepalive_s", type=float, default=10.0)
     flags = parser.parse_args(argv)
-    flags.folder.mkdir(mode=0o700, exist_ok=True)
+    make_private(str(flags.folder))
     os.umask(0o177)  # Only this user may connect to the unix sockets.
     return child.run(accept(flags), flags.folder)
 

@@ -200,3 +200,20 @@ def reason_not_bound(address: str) -> str:
             return f"{address} is in use by another program. Choose another port."
         return f"cannot listen at {address}: {error.strerror or error}"
     return f"cannot listen at {address}"
+
+
+def make_private(folder: str) -> None:
+    """Create the private folder of a program's unix sockets again if it was deleted.
+
+    Raises:
+      ConfigError: a folder is there that belongs to other users or is open to them.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+        log.warning("%s was deleted; created it again", folder)
+    found = os.lstat(folder)
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"{folder} was deleted, and the folder that is there now is not private. "
+            "Start again."
+        )

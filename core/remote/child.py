@@ -150,7 +150,7 @@ class Child:
                     self._handle_line(line.decode(errors="replace"))
 
     def _handle_line(self, line: str) -> None:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):  # As in from_child.
             match json.loads(line):
                 case ["tell", *what]:
                     self._handle(*what)

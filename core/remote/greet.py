@@ -70,7 +70,9 @@ def greet(
                 )
             if time.monotonic() > say_at:
                 say_at = time.monotonic() + SAY_WAITING_S
-                log.info("Waiting for an environment server: %s", why)
+                # All learners but the first print only warnings.
+                level = logging.WARNING if "other learners" in why else logging.INFO
+                log.log(level, "Waiting for an environment server: %s", why)
             time.sleep(EMPTY_S)
             continue
         address = addresses[attempt % len(addresses)]

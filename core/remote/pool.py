@@ -16,7 +16,7 @@ import libtorchbeast
 from core.algorithm.update import Learner
 from core.errors import ConfigError
 from core.nests import ArraySpec, leaves
-from core.remote import frames, messages, tls
+from core.remote import codec, frames, messages, tls
 from core.remote.dial_in import DialedIn
 from core.remote.greet import add_tls_reason
 from core.remote.local_servers import LocalServers
@@ -73,6 +73,7 @@ def stream_options(
     assert welcome.observation is not None and welcome.action is not None
     return {
         "num_envs": welcome.num_envs,
+        "welcome": codec.encode(welcome),
         "value_ranges": frames.value_ranges(welcome.observation, welcome.action),
         "info_keys": flags.info_keys,
         "seed": flags.seed,

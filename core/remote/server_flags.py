@@ -16,6 +16,9 @@ from core.running.machine import num_cores
 ENVS_PER_STREAM = 8
 MIN_MAX_STREAMS = 128  # The least default of --max_streams for a list that may change.
 LISTS = ("dns:", "file:")  # Entries of --server_addresses that stand for a list.
+MAX_CHARS = 1000  # Of an address or range. To parse a longer one may take minutes.
+MAX_RANGE = 1 << 16  # Addresses in a range, so that a typing error fills no memory.
+MAX_UNIX_PATH = 107  # Bytes: the limit of Linux, as in csrc/transport_grpc.cc.
 STREAMS_PER_SERVER = 2  # One stream steps while the other waits for its actions.
 
 # Flags that the learner passes on to the servers that it starts.
@@ -66,14 +69,16 @@ def plain_addresses(text: str) -> tuple[str, ...]:
     result: list[str] = []
     for part in filter(None, text.split(",")):
         unquoted_address(part)
-        match = re.fullmatch(r"(unix:/.*?|.*:)(?:(\d+)-)?(\d+)", part)
+        match = None
+        if len(part) <= MAX_CHARS:
+            match = re.fullmatch(r"(unix:/.*?|.*:)(?:(\d+)-)?(\d+)", part)
         if part.startswith("unix:/") and (match is None or match[2] is None):
             result.append(part)  # A path may end in a number without being a range.
             continue
         if match is None or part.startswith((":", *LISTS)):
             raise argparse.ArgumentTypeError(
                 f"expected host:port, host:4431-4446, unix:/path or unix:/path.0-15, "
-                f"got {part!r}"
+                f"got {part!r:.200}"
             )
         last = int(match[3])
         first = last if match[2] is None else int(match[2])
@@ -85,8 +90,39 @@ def plain_addresses(text: str) -> tuple[str, ...]:
             raise argparse.ArgumentTypeError(
                 f"expected ports from 1 to 65535, got {part!r}"
             )
+        if last - first >= MAX_RANGE:
+            raise argparse.ArgumentTypeError(
+                f"expected a range of at most {MAX_RANGE} addresses, got {part!r}"
+            )
         result += [f"{match[1]}{i}" for i in range(first, last + 1)]
+    for address in result:
+        _check_address(address)
     return _checked(result, text)
+
+
+def _check_address(address: str) -> None:
+    """Refuse what the actor pool refuses, and what no name of a host can be.
+
+    A list is read during the run, and an error of the actor pool would end the run.
+    """
+    if address.startswith("unix:"):
+        num_bytes = len(address.removeprefix("unix:").encode())
+        if num_bytes > MAX_UNIX_PATH:
+            raise argparse.ArgumentTypeError(
+                f"expected a path of at most {MAX_UNIX_PATH} bytes, got "
+                f"{address!r:.200}: choose a shorter folder, such as one in /tmp"
+            )
+        return
+    host = address.rpartition(":")[0]
+    try:
+        host.encode("idna")  # Raises UnicodeError, as socket.getaddrinfo does.
+        is_name = host.isprintable() and "#" not in host
+    except UnicodeError:
+        is_name = False
+    if not is_name:
+        raise argparse.ArgumentTypeError(
+            f"expected the name of a host and a port, got {address!r:.200}"
+        )
 
 
 def unquoted_address(text: str) -> str:
@@ -143,9 +179,9 @@ def add_address_flags(group: Any) -> None:
         metavar="ADDRESSES",
         help="servers that run already, as a comma list: host:port, host:4431-4446, "
         "unix:/path, unix:/path.0-15. The list may contain two kinds of lists that can "
-        "change during the run: dns:name:port, all addresses of a DNS name; and "
-        "file:path or @path, a file of addresses. Default: this program starts its own "
-        "servers on this machine",
+        "change during the run: dns:name:port, all IPv4 addresses of a DNS name (if it "
+        "has none, all IPv6 addresses); and file:path or @path, a file of addresses. "
+        "Default: this program starts its own servers on this machine",
     )
     group.add_argument(
         "--max_streams",
@@ -292,6 +328,8 @@ def check_server_addresses(
     parser: argparse.ArgumentParser, flags: argparse.Namespace
 ) -> None:
     """Refuse flags for a learner's own servers, and traffic without protection."""
+    if flags.mode != "train":  # The test's environment is in this program.
+        return
     who = "--server_addresses names" if flags.server_addresses else "--listen is for"
     for name in (*SERVER_FLAGS, "num_actors", "pipes_basename"):
         is_ours = name not in LEARNER_FLAGS
@@ -301,8 +339,6 @@ def check_server_addresses(
                 "program does not start. Give it to python -m polybeast_env, or leave "
                 "--server_addresses and --listen out."
             )
-    if flags.mode != "train":
-        return
     if problem := find_unprotected(flags.server_addresses or (), flags):
         parser.error(f"--server_addresses has {problem}")
     if flags.listen and (problem := find_unprotected((flags.listen,), flags)):

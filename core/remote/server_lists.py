@@ -15,6 +15,7 @@ server, so that no server moves from one learner to another.
 
 import argparse
 import concurrent.futures
+import itertools
 import logging
 import os
 import socket
@@ -129,6 +130,8 @@ class AddressFile:
 class DnsName:
     """All addresses of a DNS name, for example of a Kubernetes headless service.
 
+    Only the IPv4 addresses if there are any: a server may have an IPv6 address, too.
+
     With TLS the addresses end in #NAME, the name in the servers' certificates: the IP
     addresses change, so certificates cannot contain them.
     """
@@ -155,11 +158,11 @@ class DnsName:
             why = getattr(error, "strerror", None) or error
             raise Unavailable(f"cannot resolve the name {self._name}: {why}") from error
         hosts = {str(where[0]) for *_, where in infos}
+        ipv4 = {host for host in hosts if ":" not in host}
         return [
-            f"[{host}]:{self._port}{self._suffix}"
-            if ":" in host
-            else f"{host}:{self._port}{self._suffix}"
-            for host in sorted(hosts)  # Name servers return them in any order.
+            f"{host}:{self._port}{self._suffix}"
+            # Sorted, since name servers return them in any order.
+            for host in sorted(ipv4 or {f"[{host}]" for host in hosts})
         ]
 
 
@@ -185,6 +188,8 @@ class ServerList:
     ):
         self._fixed = tuple(fixed)
         self._dialed_in = dialed_in
+        # Whether a hash divides the servers. Otherwise core.ranks has divided `fixed`.
+        self._by_hash = bool(sources) and ranks.size() > 1
         if dialed_in is not None:
             sources = [*sources, dialed_in]
         self._sources = sources
@@ -231,10 +236,10 @@ class ServerList:
         with self._lock:
             lists = [self._fixed, *self._lists]
         result = dict.fromkeys(address for part in lists for address in part)
-        n = ranks.size()
-        if n == 1 or not self.may_change:  # core.ranks has divided a fixed list.
+        if not self._by_hash:
             return tuple(result)
         own = set(lists[-1]) if self._dialed_in is not None else set()
+        n = ranks.size()
         return tuple(
             address
             for address in result
@@ -242,9 +247,15 @@ class ServerList:
         )
 
     def problem(self) -> str:
-        """Return the reason why there is no server in the list."""
+        """Return the reason why there is no server for this learner."""
         with self._lock:
             problems = [problem for problem in self._problems if problem]
+            num = len(set(itertools.chain(self._fixed, *self._lists)))
+        if num and self._by_hash:
+            problems.append(
+                f"{num} servers are in the list, but the hash of their addresses gives "
+                "all of them to other learners; add servers or start fewer learners"
+            )
         if self._dialed_in is not None:
             problems.append(f"no machine has dialed in at {self._dialed_in.address}")
         return "; ".join(problems) or "the list of servers is empty"

@@ -15,7 +15,6 @@ import mmap
 import multiprocessing
 import os
 import signal
-import stat
 import sys
 import time
 import traceback
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import ConfigError, Exit
-from core.remote.addresses import STREAMS_SUFFIX
+from core.remote.addresses import STREAMS_SUFFIX, make_private
 from core.running import terminal
 from core.running.machine import (
     be_killed_first_for_memory,
@@ -352,20 +351,3 @@ def own_cores(flags: argparse.Namespace) -> list[int]:
     cores = sorted(os.sched_getaffinity(0))
     is_fair = len(cores) == num_cores() and flags.num_servers % len(cores) == 0
     return cores if is_fair else []
-
-
-def make_private(folder: str) -> None:
-    """Create the private folder of the servers' sockets again if it was deleted.
-
-    Raises:
-      ConfigError: a folder is there that belongs to other users or is open to them.
-    """
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-        log.warning("The folder of the servers' sockets was deleted; created it again")
-    found = os.lstat(folder)
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(
-            f"{folder} was deleted, and the folder that is there now is not private. "
-            "Start again."
-        )

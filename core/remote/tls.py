@@ -209,7 +209,7 @@ def diagnose(address: str, folder: str | None) -> str | None:
         if error.reason == "WRONG_VERSION_NUMBER":
             return "it does not speak TLS: start it with --tls_dir"
         return f"TLS: {error.reason or error}"
-    except OSError:
+    except (OSError, ValueError):  # ValueError: this can be no name of a host.
         return None
     return (
         "it hangs up when it sees this learner's certificate: its ca.pem is of another "

@@ -202,6 +202,7 @@ struct RigOptions {
   bool named_rows = false;
   std::vector<std::string> inference_keys;
   std::vector<wire::ValueRange> value_ranges;
+  std::optional<wire::Welcome> welcome;
   int max_failures = 5;
   double step_timeout_s = 0;
   int num_threads = 2;
@@ -227,6 +228,7 @@ struct Rig {
     pool_options.named_rows = options.named_rows;
     pool_options.inference_keys = options.inference_keys;
     pool_options.value_ranges = options.value_ranges;
+    pool_options.welcome = options.welcome;
     pool_options.info_keys = {"game_return"};
     pool_options.seed = 23;
     pool_options.run_id = "run";

@@ -53,6 +53,13 @@ fake::WelcomeOptions with_array(size_t index, const std::string& array) {
   return options;
 }
 
+wire::Welcome read_welcome(const fake::WelcomeOptions& options) {
+  const std::string text = fake::welcome(options);
+  Segments message;
+  message.parts.emplace_back(text);
+  return wire::decode_welcome(message, wire::open(message).body);
+}
+
 void check_second_welcome(const fake::WelcomeOptions& options,
                           const std::string& text) {
   RigOptions rig_options;
@@ -67,6 +74,18 @@ void check_second_welcome(const fake::WelcomeOptions& options,
   second->send(fake::welcome(options));
   CHECK_THROWS(ActorError, "this server differs from a: " + text,
                rig.running.get());
+
+  // The same if the first server was only described.
+  RigOptions described;
+  described.welcome = read_welcome({});
+  Rig other(described);
+  other.start();
+  const auto only = other.network->accept();
+  only->receive();
+  only->send(fake::welcome(options));
+  CHECK_THROWS(ActorError,
+               "differs from the server that the model was made for: " + text,
+               other.running.get());
 }
 
 }  // namespace
@@ -112,6 +131,22 @@ TEST(a_batch_must_have_room_for_the_environments_of_a_stream) {
   CHECK_THROWS(std::invalid_argument,
                "num_envs is 4, and no multiple of it is a batch of 6 to 6",
                Rig(RigOptions{.num_envs = 4}));
+}
+
+TEST(a_pool_may_know_the_welcome_of_its_servers) {
+  fake::CountingServer server(3);
+  RigOptions options;
+  options.num_envs = 3;
+  options.welcome = read_welcome({.num_envs = 3});
+  Rig rig(options);
+  rig.network->serve("a", &server);
+  rig.start();
+  rig.start_agent();
+  Checker(3).check(*rig.queue->dequeue_many());
+  options.num_envs = 2;
+  CHECK_THROWS(std::invalid_argument,
+               "another number of environments per stream than num_envs (2)",
+               Rig{options});
 }
 
 TEST(messages_are_no_larger_than_the_welcome_says) {

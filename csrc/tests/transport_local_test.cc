@@ -22,6 +22,7 @@ using testing::wait_until;
 namespace {
 
 constexpr size_t kMax = 8 << 20;
+constexpr int kBacklog = 64;
 
 // Keeps all events. Checks that none comes before start() or after the last.
 class Recorder final : public StreamEvents {
@@ -98,7 +99,7 @@ class Server {
     (folder_ + "/env.s").copy(address.sun_path, sizeof(address.sun_path) - 1);
     CHECK_EQ(
         ::bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-    CHECK_EQ(::listen(fd_, 64), 0);  // More than any test connects at once.
+    CHECK_EQ(::listen(fd_, kBacklog), 0);
   }
   ~Server() {
     stop_listening();
@@ -279,9 +280,10 @@ TEST(a_message_that_is_too_long_is_not_read) {
   ::close(fd);
 }
 
-TEST(a_server_that_does_not_listen_can_be_tried_again) {
+TEST(a_server_that_accepts_nobody_can_be_tried_again) {
   Scene scene;
-  scene.server.stop_listening();
+  std::vector<std::shared_ptr<Stream>> queued;
+  for (int i = 0; i <= kBacklog; ++i) queued.push_back(scene.connect());
   const auto stream = scene.connect();
   stream->start("hello");
   CHECK(scene.events.reason().starts_with("cannot connect: "));
@@ -379,6 +381,8 @@ TEST(other_addresses_go_to_the_other_transport) {
     CHECK_THROWS(std::invalid_argument, "not local: " + address,
                  scene.transport->connect(address, &scene.events, kMax));
   }
+  scene.server.stop_listening();  // Its socket is still there.
+  CHECK_THROWS(std::invalid_argument, "not local: " + path, scene.connect());
 }
 
 TEST(a_stream_that_was_never_started_leaves_nothing) {

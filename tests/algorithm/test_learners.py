@@ -161,6 +161,22 @@ def test_weights_that_differ_are_noticed(together):
     assert errors.keys() == {0, 1}
 
 
+def learn_on_another_processor(flags, rank, size, folder):
+    learners._processor = lambda device: f"a CPU (model {rank})"
+    learner = monobeast.create_learner(flags, Spaces(VECTOR, ACTIONS))
+    learner.learners.share_weights(learner.net)
+    return Exit.DONE
+
+
+def test_learners_on_different_processors_are_refused(together):
+    errors = together(learn_on_another_processor)
+    assert errors[1].startswith(
+        "ConfigError: learner 1 learns on a CPU (model 1), but learner 0 on a CPU "
+        "(model 0). These round differently"
+    )
+    assert errors.keys() == {0, 1}
+
+
 def settle_precision(flags, rank, size, folder):
     has_bfloat16 = rank == int(os.environ["FAST"])
     precision.bfloat16_unit = lambda device: "a unit" if has_bfloat16 else None

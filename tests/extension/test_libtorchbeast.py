@@ -654,6 +654,8 @@ def test_pool_refuses_arguments_without_sense():
         ActorPool(0, queue, batcher, [NO_SERVER], ())
     with pytest.raises(ValueError):
         ActorPool(3, queue, batcher, ["no address"], ())
+    with pytest.raises(ValueError, match="welcome is malformed"):
+        ActorPool(3, queue, batcher, [NO_SERVER], (), welcome=b"x")
     with pytest.raises(ValueError, match="max_streams is 1"):
         ActorPool(3, queue, batcher, [NO_SERVER] * 2, (), max_streams=1)
 

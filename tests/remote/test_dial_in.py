@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import ssl
@@ -687,8 +688,9 @@ def acceptor_of(dialed_in: dial_in.DialedIn) -> psutil.Process:
     return psutil.Process(dialed_in._child._process.pid)
 
 
+@pytest.mark.parametrize("harm", ["kill", "delete folder", "delete a socket"])
 def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
-    learner, caplog
+    learner, caplog, harm
 ):
     dialed_in = learner()
     caplog.set_level("INFO")
@@ -704,7 +706,12 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
         assert re.fullmatch(r"unix:/.*/torchbeast-\w+/dialed-.*\.0", addresses[0])
         # Let the acceptor have the same port again.
         dialed_in._child._command[4] = dialed_in.address
-        acceptor_of(dialed_in).kill()
+        if harm == "kill":
+            acceptor_of(dialed_in).kill()
+        elif harm == "delete folder":
+            shutil.rmtree(dialed_in._folder)
+        else:
+            Path(addresses[1].removeprefix("unix:")).unlink()
         psutil.Process(dialer_process._process.pid).suspend()
         wait_until(lambda: dialed_in.addresses() == addresses and dialed_in._missing)
 
@@ -713,8 +720,10 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
             return dialed_in.addresses() == addresses and not dialed_in._missing
 
         wait_until(is_back)
+        assert all(Path(a.removeprefix("unix:")).is_socket() for a in addresses)
         dialer_process._process.kill()
         wait_until(lambda: is_back() and caplog.text.count("has joined") == 3)
+    assert ("somebody has deleted" in caplog.text) == (harm != "kill")
     wait_until(lambda: dialed_in.addresses() == [])
     folder = Path(dialed_in._folder)
     dialed_in.__exit__()

@@ -113,8 +113,8 @@ def test_a_stream_without_a_place_hears_why(serve):
         first.step(0)
 
 
-@pytest.mark.parametrize("has_local", [True, False])
-def test_a_pool_connects_without_grpc_where_it_can(serve, monkeypatch, has_local):
+@pytest.mark.parametrize("local", ["listens", "is missing", "is of a killed server"])
+def test_a_pool_connects_without_grpc_where_it_can(serve, monkeypatch, local):
     begun = []
     requests = local_streams.Call.requests
 
@@ -124,8 +124,12 @@ def test_a_pool_connects_without_grpc_where_it_can(serve, monkeypatch, has_local
 
     monkeypatch.setattr(local_streams.Call, "requests", begin)
     address = serve(num_envs=2).address
-    if not has_local:
+    if local != "listens":
         os.unlink(address.removeprefix("unix:") + ".s")
+    if local == "is of a killed server":
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(address.removeprefix("unix:") + ".s")
+            killed.listen()
     queue = libtorchbeast.BatchingQueue(minimum_batch_size=2, maximum_batch_size=2)
     batcher = libtorchbeast.DynamicBatcher(timeout_ms=None)
     actors = libtorchbeast.ActorPool(
@@ -146,7 +150,7 @@ def test_a_pool_connects_without_grpc_where_it_can(serve, monkeypatch, has_local
     queue.close()
     running.result(DEADLINE_S)
     answering.result(DEADLINE_S)
-    assert bool(begun) == has_local
+    assert bool(begun) == (local == "listens")
 
 
 def answer(batcher):

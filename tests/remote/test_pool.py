@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the learner's main loop says about the actor pool."""
 
+import contextlib
+import tempfile
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -9,8 +11,11 @@ import pytest
 import libtorchbeast
 import polybeast
 from core.algorithm.counters import BusyTime
-from core.errors import StallError
-from core.remote import pool
+from core.environments import toys
+from core.errors import ConfigError, StallError
+from core.remote import codec, env_server, messages, pool
+from core.running.supervise import start_thread
+from tests.conftest import DEADLINE_S
 
 
 def stats(**changes):
@@ -29,7 +34,7 @@ def stats(**changes):
 
 def test_the_values_that_rows_may_have_are_those_of_the_servers_spaces():
     flags = polybeast.parse_flags(["--env_step_timeout_s", "7"])
-    welcome = SimpleNamespace(
+    welcome = messages.Welcome(
         observation=gym.spaces.MultiDiscrete([5, 7]),
         action=gym.spaces.Discrete(3, start=2),
         num_envs=11,
@@ -41,6 +46,43 @@ def test_the_values_that_rows_may_have_are_those_of_the_servers_spaces():
         (("last_action",), [2], [4]),
     ]
     assert options["step_timeout_s"] == 11 * 7 + pool.SUPERVISOR_S
+
+
+@contextlib.contextmanager
+def served(address, name):
+    server = env_server.Server(toys.Catch, address, num_envs=1, name=name)
+    server.start()
+    thread = start_thread("server", server.run)
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.result(DEADLINE_S)
+
+
+def test_an_environment_that_has_changed_since_it_was_described_ends_the_run():
+    flags = polybeast.parse_flags(["--seed", "1"])
+    with tempfile.TemporaryDirectory(prefix="tb") as folder:
+        address = f"unix:{folder}/s"
+        with served(address, "Catch"):
+            raw = libtorchbeast.describe(address, info_keys=flags.info_keys)
+        actors = libtorchbeast.ActorPool(
+            5,
+            libtorchbeast.BatchingQueue(),
+            libtorchbeast.DynamicBatcher(),
+            [address],
+            (),
+            named_rows=True,
+            **pool.stream_options(flags, codec.decode_welcome(raw)),
+        )
+        with served(address, "Pong"):
+            running = start_thread("pool", pool.run_actors, flags, actors)
+            said = (
+                "differs from the server that the model was made for: env is 'Pong', "
+            )
+            with pytest.raises(ConfigError, match=f"{address} .*{said}expected 'Catch"):
+                running.result(DEADLINE_S)
+            actors.stop()
 
 
 def test_lost_contact_is_said_again_and_again_until_there_is_one(monkeypatch, caplog):

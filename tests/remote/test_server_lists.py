@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of servers that change while the learner runs."""
 
+import argparse
 import contextlib
+import logging
 import socket
 import threading
 import time
+import zlib
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
+import polybeast
 from core.errors import ConfigError
-from core.remote import greet, server_lists
+from core.remote import greet, server_flags, server_lists
 from core.remote.server_lists import AddressFile, DnsName, ServerList, Unavailable
+from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
 from tests.conftest import DEADLINE_S, wait_until
 
 INSECURE = SimpleNamespace(tls_dir=None, insecure=True)
@@ -89,6 +96,14 @@ def test_a_file_that_never_stands_still_is_followed_too(tmp_path):
         ("h1:1\nh2\n", INSECURE, "hosts, line 2: expected host:port.*got 'h2'"),
         ("h1:1,h2:99999", INSECURE, "hosts, line 1: expected ports from 1 to 65535"),
         ("dns:envs:1", INSECURE, "line 1: expected host:port.*got 'dns:envs:1'"),
+        (f"unix:/a\nunix:/{'d' * 107}", LOCAL, "line 2: .* 107 bytes, got 'unix:/ddd"),
+        (f"unix:/{'é' * 53}.0-9", LOCAL, "line 1: .* 107 bytes, got 'unix:/ééé"),
+        ("a..b:1", INSECURE, "line 1: expected the name of a host.*got 'a..b:1'"),
+        (f"{'a' * 64}:1", INSECURE, "line 1: expected the name of a host.*got 'aaa"),
+        ("a\0b:1", INSECURE, r"line 1: expected the name of a host.*got 'a\\x00b:1'"),
+        ("unix:/a.0-65536", LOCAL, "line 1: expected a range of at most 65536 addr"),
+        (f"unix:/{'9' * 500_000}", LOCAL, "line 1: .* 107 bytes, got 'unix:/999"),
+        (f"h:{'9' * 5000}", INSECURE, "line 1: expected host:port, .*got 'h:999"),
         ("\nh1:1", LOCAL, "hosts, line 2 has h1:1, which is not on this machine"),
         (b"\xff\xfe", INSECURE, "cannot read .*hosts"),
         ("#" * 2_000_000, INSECURE, "hosts is larger than 1048576 bytes"),
@@ -99,6 +114,23 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, content, flags, said):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=said):
         AddressFile(str(path), flags).addresses()
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(
+    st.from_regex(
+        r"(unix:/?|\[)?[a.é\0/%#:\] -]{0,4}(é{53})?:?([0-9]{1,6}-)?[0-9]{0,6}"
+    )
+)
+@hypothesis.example(f"unix:/{'é' * 53}")
+@hypothesis.example("a#b:1")
+def test_a_pool_takes_all_addresses_that_a_list_may_have(text):
+    try:
+        addresses = server_flags.plain_addresses(text)
+    except argparse.ArgumentTypeError:
+        return
+    pool = ActorPool(3, BatchingQueue(), DynamicBatcher(), (), (), max_streams=1)
+    pool.set_addresses([addresses[0], addresses[-1]])
 
 
 @pytest.mark.parametrize("name", ["no-such-file", "."])
@@ -132,10 +164,17 @@ def resolver(monkeypatch):
 
 
 def test_a_name_stands_for_all_addresses_behind_it(resolver):
-    resolver.hosts = ["10.0.0.9", "10.0.0.7", "fd00::7", "10.0.0.9"]
-    expected = ["10.0.0.7:4431", "10.0.0.9:4431", "[fd00::7]:4431"]
+    resolver.hosts = ["10.0.0.9", "10.0.0.7", "10.0.0.9"]
+    expected = ["10.0.0.7:4431", "10.0.0.9:4431"]
     assert DnsName("dns:envs.jobs:4431", INSECURE).addresses() == expected
     assert resolver.asked == [("envs.jobs", 4431)]
+    # The IPv6 addresses may be those of the same servers.
+    resolver.hosts += ["fd00::7"]
+    assert DnsName("dns:envs.jobs:4431", INSECURE).addresses() == expected
+    resolver.hosts = ["fd00::9", "fd00::7"]
+    expected = ["[fd00::7]:4431", "[fd00::9]:4431"]
+    assert DnsName("dns:envs.jobs:4431", INSECURE).addresses() == expected
+    resolver.hosts = ["10.0.0.7"]
     # With TLS, the servers' certificates have the name.
     assert DnsName("dns:envs:1", WITH_TLS).addresses()[0] == "10.0.0.7:1#envs"
 
@@ -220,17 +259,71 @@ def test_a_bad_list_ends_the_start_and_a_list_to_come_does_not(caplog):
         assert "hosts names no server" in servers.problem()
 
 
+def of_rank(monkeypatch, rank, size=3):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+
+
 def test_learners_divide_a_list_and_no_server_changes_its_learner(monkeypatch):
     hosts = [f"h{i}:1" for i in range(40)]
-    monkeypatch.setenv("WORLD_SIZE", "3")
     shares = []
     for rank in range(3):
-        monkeypatch.setenv("RANK", str(rank))
+        of_rank(monkeypatch, rank)
         with ServerList([], [FakeSource(hosts)]) as servers:
             shares.append(servers.addresses)
         with ServerList([], [FakeSource(hosts[7:])]) as servers:
             assert set(servers.addresses) <= set(shares[-1])
     assert sorted(sum(shares, ())) == sorted(hosts) and all(shares)
+
+
+class FakeDialedIn(FakeSource):
+    """Machines that have dialed in, whose list the test sets."""
+
+    address = "here:4431"
+
+    def __exit__(self, *exc_info):
+        pass
+
+
+@pytest.mark.parametrize("more", [(), ("file",)])
+def test_learners_divide_fixed_servers_once_whoever_dials_in(
+    tmp_path, monkeypatch, more
+):
+    hosts = [f"127.0.0.1:{i}" for i in range(1, 41)]
+    (tmp_path / "hosts").write_text("127.0.0.1:99")
+    named = [f"@{tmp_path}/hosts"] if more else []
+    shares = []
+    for rank in range(3):
+        of_rank(monkeypatch, rank)
+        flags = polybeast.parse_flags(
+            ["--server_addresses", ",".join(hosts + named), "--batch_size", "3"]
+        )
+        dialed_in = FakeDialedIn([f"unix:/dialed-{rank}"])
+        with ServerList.of_flags(flags, dialed_in) as servers:
+            *share, last = servers.addresses
+            assert last == f"unix:/dialed-{rank}"
+            shares.append(share)
+    assert sorted(sum(shares, [])) == sorted(hosts + ["127.0.0.1:99"] * len(more))
+    assert all(shares)
+
+
+def test_a_learner_without_a_server_says_that_others_have_them(monkeypatch, caplog):
+    hosts = [f"h{i}:1" for i in range(9)]
+    others = [host for host in hosts if zlib.crc32(host.encode()) % 2 == 0]
+    of_rank(monkeypatch, 1, size=2)
+    source = FakeSource(others[:2])
+    with ServerList([], [source], FakeDialedIn([])) as servers:
+        monkeypatch.setattr(
+            Stop, "received", property(lambda _: caplog.records or None)
+        )
+        assert start(servers, 60) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING  # Learner 1 prints nothing else.
+    assert (
+        "2 servers are in the list, but the hash of their addresses gives all of them "
+        "to other learners; add servers or start fewer learners; no machine has dialed "
+        "in at here:4431"
+    ) in record.message
 
 
 # --- The start --------------------------------------------------------------------

@@ -120,6 +120,13 @@ def test_a_process_that_cannot_be_forked_is_tried_again(kind, monkeypatch, caplo
                 parent.check()
 
 
+@pytest.mark.parametrize("line", ["7", '["tell"', "[" * 5000])
+def test_lines_of_a_child_that_are_no_messages_are_logged(line, caplog):
+    caplog.set_level("INFO", child.__name__)
+    child.Child("The helper", [])._handle_line(line)
+    assert [record.message for record in caplog.records] == [line]
+
+
 JUST_STARTED = """
 import sys
 import polybeast_env

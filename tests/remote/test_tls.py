@@ -185,7 +185,8 @@ def test_who_is_away_is_not_accused(folders):
     with pytest.raises(libtorchbeast.ServerUnavailable, match="refused"):
         describe(address, folders["learner"])
     assert tls.diagnose(address, str(folders["learner"])) is None
-    assert tls.diagnose(address, None) is None
+    for away in (address, "a..b:4431", f"{'a' * 64}:4431", "a\0b:4431"):
+        assert tls.diagnose(away, None) is None
 
 
 @pytest.mark.parametrize("shakes_hands", [True, False])

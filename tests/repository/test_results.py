@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
+import monobeast
 from tools import plot, results_table
 
 RESULTS = Path(__file__).parents[2] / "results"
 CLAIMS = [path for path in sorted(RESULTS.iterdir()) if results_table.has_runs(path)]
+# Flags of the network, the loss and the optimizer, except --total_steps.
+ALGORITHM = (
+    *("model", "use_lstm", "unroll_length", "batch_size", "replay_ratio"),
+    *("discounting", "vtrace_lambda", "baseline_cost", "entropy_cost"),
+    *("reward_clipping", "normalize_observations", "normalize_returns"),
+    *("learning_rate", "alpha", "epsilon", "momentum", "grad_norm_clipping"),
+    "initial_action_std",
+)
 METRICS = {"return", "minutes", "frames_per_s"}
 
 
@@ -52,6 +61,26 @@ def test_a_claim_has_command_commit_versions_raw_data_and_figure(claim):
         assert meta["command"] and meta["versions"]["torch"]
         assert len(meta["commit"]) == 40
         assert plot.read_run(folder).rows
+
+
+@pytest.mark.parametrize(
+    "file, claim",
+    [
+        ("atari", "atari"),
+        ("minatar", "minatar"),
+        ("classic_control", "classic-control"),
+        ("box2d", "box2d"),
+        ("mujoco", "mujoco"),
+    ],
+)
+def test_a_settings_file_is_what_its_results_were_trained_with(file, claim):
+    for path in (RESULTS / claim).glob("*/meta.json"):
+        used = json.loads(path.read_text())["flags"]
+        flags = vars(monobeast.parse_flags([f"@settings/{file}.txt"]))
+        if used["env"] == "Pendulum-v1":
+            flags["discounting"] = 0.9
+        for name in ALGORITHM:
+            assert used.get(name, flags[name]) == flags[name], (path, name)
 
 
 def test_the_table_has_a_row_for_each_variant_and_what_others_have_published(reference):

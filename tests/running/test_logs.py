@@ -4,8 +4,8 @@
 import logging
 import math
 import os
-import re
 import random
+import re
 import sys
 import threading
 from types import SimpleNamespace

@@ -429,7 +429,7 @@ def test_killed_and_stopped_supervisors_and_deleted_sockets_cost_no_run(train, r
     assert log_rows(run_dir)[-1]["server_restarts"] == str(N)
 
     shutil.rmtree(sockets)
-    program.wait_for_text("The folder of the servers' sockets was deleted; created it")
+    program.wait_for_text("was deleted; created it again")
     program.wait_for(lambda: len(list(sockets.iterdir())) == 2 * N)
     assert sockets.stat().st_mode & 0o777 == 0o700
     rows = num_rows(run_dir)
