@@ -162,9 +162,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(train, run_dir, 
     os.kill(program.pid, signum)
     assert program.wait() == 75, program.text()
     step = load(run_dir).step
-    assert f"Stopped by {signum.name} at step {step}. The same command goes on" in (
-        program.text()
-    )
+    said = f"Stopped by {signum.name} at step {step}. The same command with --xpid x"
+    assert said in program.text()
     assert "Traceback" not in program.text() + (run_dir / "out.log").read_text()
     assert int(log_rows(run_dir)[-1]["step"]) == step
     assert ended(family)
