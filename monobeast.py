@@ -275,7 +275,7 @@ def create_env(flags: argparse.Namespace, render_mode: str | None = None) -> Any
 def env_options(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the environment, for the log and for meta.json.
 
-    --mode test reads the options in ATARI_FLAGS from meta.json.
+    --mode test reads those in common_flags.ATARI_FLAGS from meta.json.
     """
     if not atari_wrappers.is_atari(flags.env):
         return {}

@@ -106,7 +106,8 @@ def create_environments(
 def env_options(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the environment's options: the learner logs them and writes meta.json.
 
-    Values are bool, int, float or str. --mode test uses those in ATARI_FLAGS again.
+    Values are bool, int, float or str. --mode test uses those in
+    common_flags.ATARI_FLAGS again.
     """
     if not atari_wrappers.is_atari(flags.env):
         return {}

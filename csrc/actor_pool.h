@@ -34,8 +34,8 @@ struct PoolOptions {
   // The values that arrays of integers may have. Arrays that are not listed may
   // have any.
   std::vector<wire::ValueRange> value_ranges;
-  // Of the server that the agent was made for: the others must be the same.
-  // None: the first server that connects decides.
+  // The Welcome of the server that the agent was made for. A server that
+  // differs from it ends the run. None: the first server to connect decides.
   std::optional<wire::Welcome> welcome;
   std::vector<std::string> info_keys;  // Sent in the Hello, like the next four.
   uint64_t seed = 0;

@@ -39,7 +39,7 @@ constexpr auto kPollAgain = std::chrono::milliseconds(10);
 #ifdef MSG_NOSIGNAL
 constexpr int kSendFlags = MSG_DONTWAIT | MSG_NOSIGNAL;
 #else
-constexpr int kSendFlags = MSG_DONTWAIT;  // macOS: SO_NOSIGPIPE, see open().
+constexpr int kSendFlags = MSG_DONTWAIT;  // macOS: SO_NOSIGPIPE, see connect().
 #endif
 
 std::string error_text(const char* what, int error) {
@@ -51,7 +51,8 @@ void set_nonblocking(int fd) {
   fcntl(fd, F_SETFD, FD_CLOEXEC);
 }
 
-// Returns the path at which a server at unix:PATH listens, if it does: PATH.s.
+// Returns PATH.s for unix:PATH: there its server takes streams without gRPC.
+// None for other addresses, and for paths that are too long.
 std::optional<std::string> stream_path(const std::string& address) {
   if (!address.starts_with("unix:")) return std::nullopt;
   std::string path = address.substr(std::string("unix:").size()) + ".s";

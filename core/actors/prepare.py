@@ -61,7 +61,8 @@ def rollout_specs(
         "policy_version": ArraySpec((), np.dtype(np.int64)),
     }
     state = net.initial_state(flags.envs_per_actor)
-    return row, [ArraySpec(tuple(s.shape), s.numpy().dtype) for s in state]
+    arrays = [s.detach().cpu().numpy() for s in state]
+    return row, [ArraySpec(x.shape, x.dtype) for x in arrays]
 
 
 def create_buffers(

@@ -398,7 +398,10 @@ class Learners:
 
 
 def _processor(device: torch.device) -> str:
-    """Return the kind of processor, as far as it decides how numbers are rounded."""
+    """Return the model of a GPU, or the architecture of a CPU.
+
+    Two CPUs of one architecture may round differently, too; `check_weights` notices it.
+    """
     if device.type == "cuda":
         return f"a GPU ({torch.cuda.get_device_name(device)})"
     return f"a CPU ({platform.machine()})"

@@ -58,7 +58,9 @@ def check_statistics(flags: argparse.Namespace, net: nn.Module) -> None:
             )
     inputs = getattr(net, "normalize", None)
     if flags.normalize_observations and isinstance(inputs, InputNorm):
-        if not any(isinstance(part, RunningNorm) for part in inputs.observation):
+        if inputs.clip_rewards and not any(
+            isinstance(part, RunningNorm) for part in inputs.observation
+        ):
             log.warning(
                 "--normalize_observations changes nothing here: it is for Box spaces "
                 "of floats, and the observation has none."

@@ -53,7 +53,11 @@ def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
         _register_known_packages(name)
     try:
         # Gymnasium's passive checker is not needed: `Environments` checks each step.
-        env = gym.make(name, disable_env_checker=True, **_without_none(kwargs))
+        spec = gym.registry.get(name.rpartition(":")[2])
+        if spec is not None and kwargs.get("render_mode") is None:
+            if "render_mode" in spec.kwargs:  # Its wrappers may need this mode.
+                kwargs.pop("render_mode", None)
+        env = _make_with(gym.make, name, disable_env_checker=True, **kwargs)
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv):
         known = [*TOYS, *gym.registry]
         raise MakeError(_unknown(name, known) + _suggest_package(name)) from None
@@ -102,7 +106,7 @@ def _make_classic(name: str, **kwargs: Any) -> gym.Env:
     else:
         kwargs.pop("render_mode", None)  # Before 0.24: render(mode="rgb_array").
     try:
-        return adapt(classic_gym.make(name, **_without_none(kwargs)))
+        return adapt(_make_with(classic_gym.make, name, **kwargs))
     except classic_gym.error.UnregisteredEnv:
         registry = classic_gym.envs.registry
         names = [f"gym:{known}" for known in getattr(registry, "env_specs", registry)]
@@ -113,9 +117,19 @@ def _make_classic(name: str, **kwargs: Any) -> gym.Env:
         raise MakeError(f"--env gym:{name}: {error}") from error
 
 
-def _without_none(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is None: not every constructor has a `render_mode`."""
-    return {key: value for key, value in kwargs.items() if value is not None}
+def _make_with(make: Callable[..., Any], name: str, **kwargs: Any) -> Any:
+    """Call Gymnasium's or classic gym's `make`, also for a class without render modes.
+
+    Other classes get render_mode=None: they may draw by default.
+    """
+    try:
+        return make(name, **kwargs)
+    except TypeError as error:
+        has_modes = "unexpected keyword argument 'render_mode'" not in str(error)
+        if has_modes or kwargs["render_mode"] is not None:
+            raise
+    del kwargs["render_mode"]
+    return make(name, **kwargs)
 
 
 def _find_function(name: str) -> Callable[..., Any] | None:

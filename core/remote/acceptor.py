@@ -337,8 +337,11 @@ async def accept(flags: argparse.Namespace) -> None:
     """Accept until the learner ends this process.
 
     Raises:
+      ConfigError: the folder of the unix sockets is not private.
       RuntimeError: see `check_sockets`. Then the learner starts this process again.
     """
+    make_private(str(flags.folder))
+    os.umask(0o177)  # Only this user may connect to the unix sockets.
     context = tls.context(flags.tls_dir, is_server=False)
     acceptor = Acceptor(flags.folder, context, flags.keepalive_s)
     try:
@@ -370,8 +373,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tls_dir")
     parser.add_argument("--keepalive_s", type=float, default=10.0)
     flags = parser.parse_args(argv)
-    make_private(str(flags.folder))
-    os.umask(0o177)  # Only this user may connect to the unix sockets.
     return child.run(accept(flags), flags.folder)
 
 

@@ -12,6 +12,7 @@ import re
 import time
 
 import libtorchbeast
+from core import ranks
 from core.action_spaces import check_spaces
 from core.errors import ConfigError
 from core.remote import codec, messages, tls
@@ -48,6 +49,8 @@ def greet(
         say_at += SAY_WAITING_S  # The log lines of local servers come first.
     pem_files = tls.read(flags.tls_dir, is_server=False)
     refusals: collections.Counter[str] = collections.Counter()
+    # Learners other than the first print only warnings.
+    level = logging.WARNING if ranks.rank() else logging.INFO
     for attempt in itertools.count():
         if stop.received is not None:
             return None
@@ -70,8 +73,6 @@ def greet(
                 )
             if time.monotonic() > say_at:
                 say_at = time.monotonic() + SAY_WAITING_S
-                # All learners but the first print only warnings.
-                level = logging.WARNING if "other learners" in why else logging.INFO
                 log.log(level, "Waiting for an environment server: %s", why)
             time.sleep(EMPTY_S)
             continue
@@ -89,7 +90,7 @@ def greet(
                 raise ConfigError(text) from error
             if time.monotonic() > say_at:
                 say_at = time.monotonic() + SAY_WAITING_S
-                log.info("Waiting for an environment server: %s", text)
+                log.log(level, "Waiting for an environment server: %s", text)
         except libtorchbeast.ServerMismatch as error:
             reason = tls.diagnose(address, flags.tls_dir)
             raise ConfigError(f"{error}; {reason}" if reason else str(error)) from error

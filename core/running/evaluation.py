@@ -87,15 +87,17 @@ def play(
 
 
 def _draw(envs: Environments) -> np.ndarray:
-    """Return a frame for a video: uint8 [H, W, 3]."""
+    """Return a frame for a video: [H, W], or [H, W, C] with C = 1, 3 or 4."""
     try:
-        picture = envs.render()
+        picture = np.asarray(envs.render())
     except EnvError as error:
         if not isinstance(error.__cause__, NotImplementedError):
             raise
         raise ConfigError("--video: the environment has no render()") from error
-    is_right = isinstance(picture, np.ndarray) and picture.dtype == np.uint8
-    if not is_right or picture.ndim != 3 or picture.shape[2] != 3:
+    is_right = picture.ndim == 2 or (
+        picture.ndim == 3 and picture.shape[2] in (1, 3, 4)
+    )
+    if not is_right or not np.issubdtype(picture.dtype, np.number):
         raise ConfigError(
             f"--video: the environment's render() returned {describe(picture)}; "
             "expected uint8[H,W,3], as for render_mode='rgb_array'"

@@ -7,13 +7,13 @@ drops the rows that are newer than its checkpoint, so that no step is logged twi
 """
 
 import csv
-import hashlib
 import io
 import logging
 import math
 import numbers
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
@@ -384,7 +384,11 @@ def _init_wandb(wandb: ModuleType, run_dir: Path, config: dict[str, Any]) -> Any
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """Return an id that a resumed run has again, and no run of another --savedir."""
-    name = re.sub(r"[/\\#?%:]", "-", run_dir.name)  # W&B refuses these.
-    place = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()
-    return f"{name}-{place[:8]}"
+    """Return the run's id. Its folder holds it, as two runs may have one name."""
+    file = run_dir / "wandb-id"
+    if not file.exists():
+        name = re.sub(r"[/\\#?%:]", "-", run_dir.name)  # W&B refuses these.
+        is_new = not (run_dir / "wandb").exists()  # Otherwise the name was the id.
+        name += f"-{secrets.token_hex(4)}" * is_new
+        write_atomically(file, name.encode())
+    return file.read_text()

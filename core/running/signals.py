@@ -30,7 +30,8 @@ DUPLICATE_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-PAUSE_S = 30.0  # A thread that looks every second and comes so late was stopped.
+# A thread that looks every second has not looked for so long: there was a pause.
+PAUSE_S = 30.0
 
 
 class Pauses:
@@ -55,6 +56,29 @@ class Pauses:
         return self._end
 
 
+@contextlib.contextmanager
+def pausable() -> Iterator[None]:
+    """Make SIGTSTP stop faulthandler's timer, which would go on during the pause.
+
+    SIGTSTP comes from Ctrl-Z, and from schedulers before they suspend a job. The thread
+    that starts the timer again and again does so after the pause, too. For the main
+    thread. An ignored SIGTSTP stays ignored.
+    """
+    is_default = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+    if is_default:
+        signal.signal(signal.SIGTSTP, _pause)
+    try:
+        yield
+    finally:
+        if is_default:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+
+def _pause(signum: int, frame: object) -> None:
+    faulthandler.cancel_dump_traceback_later()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class StopSignal:
     """Sets `received` at the first of STOP_SIGNALS, and ends the process at the second.
 
@@ -67,9 +91,6 @@ class StopSignal:
     status 128 + n instead (n: the signal's number), because the default action would
     report that the signal killed the process. While the interpreter shuts down, these
     signals are blocked.
-
-    SIGTSTP (Ctrl-Z, or Slurm before it suspends a job) pauses the process as always,
-    but first stops the timer that would end a program that hangs.
     """
 
     def __init__(self) -> None:
@@ -82,14 +103,12 @@ class StopSignal:
             old = signal.getsignal(signum)
             if not (signum == signal.SIGHUP and old == signal.SIG_IGN):
                 self._old[signum] = signal.signal(signum, self._handle)
-        self._old_pause = signal.signal(signal.SIGTSTP, _pause)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for signum, handler in self._old.items():
             is_end = handler == signal.SIG_DFL
             signal.signal(signum, _end_at_once if is_end else handler)
-        signal.signal(signal.SIGTSTP, self._old_pause)
         atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
 
     def _handle(self, signum: int, frame: object) -> None:
@@ -101,11 +120,6 @@ class StopSignal:
                 "\x1b[?25h\nSecond signal: exiting at once, no checkpoint.\n"
             )
             _end_at_once(signum, frame)
-
-
-def _pause(signum: int, frame: object) -> None:
-    faulthandler.cancel_dump_traceback_later()  # The next look at a clock starts it.
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _end_at_once(signum: int, frame: object) -> None:

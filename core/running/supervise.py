@@ -24,7 +24,7 @@ from typing import Any
 
 from core.errors import ConfigError, Exit, StallError, one_line
 from core.running import terminal
-from core.running.signals import Pauses, dump_stacks
+from core.running.signals import Pauses, dump_stacks, pausable
 
 log = logging.getLogger(__name__)
 
@@ -245,6 +245,8 @@ class Watchdog:
         self._value: Any = None
         self._since = time.monotonic()
         self._pauses = Pauses()
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(pausable())
 
     def progress(
         self, value: Any, describe_wait: Callable[[], str] | None = None
@@ -287,6 +289,7 @@ class Watchdog:
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
+        self._stack.close()
 
 
 def send_at_parents_end(signum: int) -> None:

@@ -37,7 +37,7 @@ import numpy as np
 
 from core.errors import Exit
 from core.running import terminal
-from core.running.signals import Pauses, dump_stacks
+from core.running.signals import Pauses, dump_stacks, pausable
 from core.running.supervise import exit_with_parent, send_at_parents_end
 
 log = logging.getLogger(__name__)
@@ -334,7 +334,8 @@ def limit_calls(
     thread = threading.Thread(target=watch, name="environment-watch", daemon=True)
     thread.start()
     try:
-        yield clocks
+        with pausable():
+            yield clocks
     finally:
         done.set()
         thread.join()  # A process that forks next must have only one thread.

@@ -214,9 +214,16 @@ def test_a_reward_that_the_network_clips_is_not_normalized():
     assert norm(rows)["reward"] is rows["reward"]
 
 
-@pytest.mark.parametrize("space, told", [(ACTIONS, True), (MIXED, False)])
-def test_observations_that_stay_as_they_are_are_told(space, told, caplog):
-    flags = make_flags(OBSERVATIONS)
+@pytest.mark.parametrize(
+    "space, clipping, told",
+    [
+        (ACTIONS, "abs_one", True),
+        (ACTIONS, "none", False),  # Rewards are normalized.
+        (MIXED, "abs_one", False),
+    ],
+)
+def test_a_normalization_of_nothing_is_told(space, clipping, told, caplog):
+    flags = make_flags(OBSERVATIONS, "--reward_clipping", clipping)
     monobeast.create_learner(flags, Spaces(space, ACTIONS))
     assert ("--normalize_observations changes nothing here" in caplog.text) == told
 

@@ -94,22 +94,27 @@ def test_make_takes_an_id_that_a_module_registers(user_module):
         gym.registry.pop("Counting-v0")
 
 
-def test_the_constructor_of_an_id_gets_no_keyword_that_is_none(user_module):
+def test_an_id_may_have_no_render_mode_or_one_of_its_own(user_module):
     user_module(
         "user_draws",
         "import gymnasium\n"
         "from tests.counting_env import CountingEnv\n"
         "class Drawn(CountingEnv):\n"
-        "    def __init__(self, render_mode):\n"
+        "    def __init__(self, render_mode='human'):\n"
         "        super().__init__()\n        self.render_mode = render_mode\n"
         "gymnasium.register('Plain-v0', CountingEnv)\n"
-        "gymnasium.register('Drawn-v0', Drawn, kwargs={'render_mode': 'rgb_array'})\n",
+        "gymnasium.register('Drawn-v0', Drawn)\n"
+        "gymnasium.register('Array-v0', Drawn, kwargs={'render_mode': 'rgb_array'})\n",
     )
+    modes = {"Plain-v0": None, "Drawn-v0": None, "Array-v0": "rgb_array"}
     try:
-        assert make("user_draws:Plain-v0", render_mode=None).render_mode is None
-        assert make("user_draws:Drawn-v0", render_mode=None).render_mode == "rgb_array"
+        for name, mode in modes.items():
+            env = make(f"user_draws:{name}", render_mode=None)
+            assert env.unwrapped.render_mode == mode, name
+        with pytest.raises(TypeError, match="render_mode"):
+            make("Plain-v0", render_mode="rgb_array")
     finally:
-        for name in ("Plain-v0", "Drawn-v0"):
+        for name in modes:
             gym.registry.pop(name)
 
 

@@ -279,8 +279,9 @@ def test_wandb_gets_the_rows_under_the_id_of_the_run(tmp_path, monkeypatch):
         ("finish",),
     ]
     assert re.fullmatch("pong-1-[0-9a-f]{8}", options["id"])
-    assert options["id"] == logs._wandb_id(tmp_path / "." / "pong:1")
-    assert options["id"] != logs._wandb_id(tmp_path / "another" / "pong:1")
+    assert options["id"] == logs._wandb_id(run_dir.rename(tmp_path / "moved"))
+    (tmp_path / "old" / "wandb").mkdir(parents=True)
+    assert logs._wandb_id(tmp_path / "old") == "old"
     assert options["name"] == "pong:1"
     assert options["resume"] == "allow"
     assert options["config"] == {"seed": 3}

@@ -214,16 +214,39 @@ def test_a_paused_program_is_neither_late_nor_ended():
         import os, signal, subprocess
         from core.running import signals, supervise
         supervise.HANG_GRACE_S = signals.PAUSE_S = 0.2
-        with signals.StopSignal():
-            watchdog = supervise.Watchdog(0.2)
-            watchdog.progress("step 3")
+        watchdog = supervise.Watchdog(0.2)
+        watchdog.progress("step 3")
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+        signal.raise_signal(signal.SIGTSTP)
+        watchdog.progress("step 3")
+        watchdog.close()
+        print(signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL)
+    """)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_a_paused_call_of_an_environment_does_not_hang():
+    done = run_python("""
+        import os, signal, subprocess, time
+        from core.running import signals, unit
+        unit.END_S = signals.PAUSE_S = 0.2
+        with unit.limit_calls(0.3) as clocks:
+            clocks[0] = time.monotonic()
             subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
             signal.raise_signal(signal.SIGTSTP)
-            watchdog.progress("step 3")
-            watchdog.close()
-            print("goes on")
+            time.sleep(unit.LOOK_S + 0.05)  # Less than the limit after the pause.
     """)
-    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_ignored_pause_stays_ignored():
+    old = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    try:
+        with signals.pausable():
+            assert signal.getsignal(signal.SIGTSTP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTSTP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTSTP, old)
 
 
 def test_only_a_long_gap_is_a_pause(monkeypatch):

@@ -152,7 +152,9 @@ def test_a_recurrent_state_of_any_type_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(
         net,
         "initial_state",
-        lambda B: tuple(torch.zeros(1, B, dtype=d) for d in dtypes),
+        lambda B: tuple(  # A parameter may be among them.
+            torch.zeros(1, B, dtype=d, requires_grad=d is torch.float64) for d in dtypes
+        ),
     )
     outputs = monobeast.net_outputs(spaces)
     _, state = prepare.rollout_specs(flags, spaces, net, outputs)
