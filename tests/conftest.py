@@ -7,6 +7,7 @@ import functools
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ import pytest
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from core.running import terminal
+from core.running.signals import STOP_SIGNALS
 from core.running.supervise import start_thread
 from tools.nemesis.programs import came_true, is_saving
 
@@ -138,6 +140,19 @@ def _run_module(
     sys.stdout.flush()
     # As at the end of a script, children that are left over would be noticed.
     sys.exit(status)
+
+
+@pytest.fixture(autouse=True)
+def _default_handlers():
+    """Restore the handlers: `StopSignal` leaves some that end the process at once.
+
+    A process that an environment forks loses a signal if it has such a handler and the
+    signal comes before it runs.
+    """
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

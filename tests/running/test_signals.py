@@ -21,19 +21,6 @@ from tests.conftest import wait_until
 from tests.running.conftest import DEADLINE_S, run_python
 
 
-@pytest.fixture(autouse=True)
-def default_handlers():
-    """Restore the handlers: `StopSignal` leaves some that end the process at once.
-
-    A process that an environment forks loses a signal if it has such a handler and the
-    signal comes before it runs.
-    """
-    handlers = {signum: signal.getsignal(signum) for signum in signals.STOP_SIGNALS}
-    yield
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-
-
 @pytest.mark.parametrize("signum", signals.STOP_SIGNALS)
 def test_the_first_signal_is_only_noted(signum):
     with StopSignal() as stop:
