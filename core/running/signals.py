@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,10 +62,11 @@ def pausable() -> Iterator[None]:
     """Make SIGTSTP stop faulthandler's timer, which would go on during the pause.
 
     SIGTSTP comes from Ctrl-Z, and from schedulers before they suspend a job. The thread
-    that starts the timer again and again does so after the pause, too. For the main
-    thread. An ignored SIGTSTP stays ignored.
+    that starts the timer again and again does so after the pause, too. An ignored
+    SIGTSTP stays ignored. Does nothing outside the main thread.
     """
-    is_default = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+    is_main = threading.current_thread() is threading.main_thread()
+    is_default = is_main and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
     if is_default:
         signal.signal(signal.SIGTSTP, _pause)
     try:
