@@ -126,7 +126,7 @@ def _make_with(make: Callable[..., Any], name: str, **kwargs: Any) -> Any:
         return make(name, **kwargs)
     except TypeError as error:
         has_modes = "unexpected keyword argument 'render_mode'" not in str(error)
-        if has_modes or kwargs["render_mode"] is not None:
+        if has_modes or kwargs.get("render_mode", "absent") is not None:
             raise
     del kwargs["render_mode"]
     return make(name, **kwargs)

@@ -200,10 +200,10 @@ def test_a_paused_program_is_neither_late_nor_ended():
     done = run_python("""
         import os, signal, subprocess
         from core.running import signals, supervise
-        supervise.HANG_GRACE_S = signals.PAUSE_S = 0.2
-        watchdog = supervise.Watchdog(0.2)
+        supervise.HANG_GRACE_S, signals.PAUSE_S = 0.2, 1.0
+        watchdog = supervise.Watchdog(1.0)
         watchdog.progress("step 3")
-        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
         signal.raise_signal(signal.SIGTSTP)
         watchdog.progress("step 3")
         watchdog.close()
@@ -216,12 +216,12 @@ def test_a_paused_call_of_an_environment_does_not_hang():
     done = run_python("""
         import os, signal, subprocess, time
         from core.running import signals, unit
-        unit.END_S = signals.PAUSE_S = 0.2
-        with unit.limit_calls(0.3) as clocks:
+        unit.END_S, signals.PAUSE_S = 0.2, 1.0
+        with unit.limit_calls(2.0) as clocks:
             clocks[0] = time.monotonic()
-            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
             signal.raise_signal(signal.SIGTSTP)
-            time.sleep(unit.LOOK_S + 0.05)  # Less than the limit after the pause.
+            time.sleep(2 * unit.LOOK_S)  # The limit is longer, after the pause.
     """)
     assert done.returncode == 0, done.stderr
 
