@@ -593,7 +593,10 @@ def train_serial(run: Run, buffers: RolloutBuffers) -> None:
                 actor.unroll(index)
                 learner.busy.add("env", actor.env_s)
                 learner.busy.add("inference", actor.agent_s)
-            with clocks.update(), explain_out_of_memory(assembler.batch, learner.net):
+            with (
+                serial.time_update(clocks),
+                explain_out_of_memory(assembler.batch, learner.net),
+            ):
                 replayed = replay.sample()
                 assembler.fill(indices, replayed)
                 free += replay.add(indices, replayed)

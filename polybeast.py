@@ -89,11 +89,7 @@ from core.remote.server_lists import ServerList
 from core.rollout import Spaces, new_rollouts
 from core.running import common_flags, compute, evaluation, folder, log_setup
 from core.running.compute import explain_out_of_memory, set_torch_threads
-from core.running.machine import (
-    keep_freed_memory,
-    lower_priority,
-    num_cores,
-)
+from core.running.machine import keep_freed_memory, lower_priority, num_cores
 from core.running.precision import settle_precision
 from core.running.program import run_program
 from core.running.run import Run, run_folder
@@ -571,22 +567,15 @@ def create_pool(
     on_gpu = "cuda" in flags.learner_device + flags.actor_device
     allocate = allocate_page_locked if on_gpu else None
     learner_queue = libtorchbeast.BatchingQueue(
-        batch_dim=1,
         minimum_batch_size=new_rollouts(flags),
         maximum_batch_size=new_rollouts(flags),
-        check_inputs=True,
         maximum_queue_size=flags.max_learner_queue_size,
         allocate=allocate,
     )
     # A batch has all observations that have arrived when an inference thread is free.
     # It has no minimum size, and nothing waits.
     inference_batcher = libtorchbeast.DynamicBatcher(
-        batch_dim=1,
-        minimum_batch_size=1,
-        maximum_batch_size=MAX_INFERENCE_BATCH,
-        timeout_ms=None,
-        check_outputs=True,
-        allocate=allocate,
+        maximum_batch_size=MAX_INFERENCE_BATCH, timeout_ms=None, allocate=allocate
     )
     actors = libtorchbeast.ActorPool(
         unroll_length=flags.unroll_length,

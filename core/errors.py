@@ -38,7 +38,8 @@ def one_line(text: str) -> str:
 class MakeError(ValueError):
     """An environment cannot be made or learned from; the message says what to do.
 
-    An environment's own ValueError is no such error: it is shown with its traceback.
+    A ValueError that the environment itself raises is not turned into this one: its
+    traceback is shown.
     """
 
 

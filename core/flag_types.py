@@ -84,7 +84,11 @@ def number(low: float, high: float = math.inf) -> Callable[[str], float]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parse a comma list of names, for `type=`."""
+    """Parse a comma list of names of columns in logs.csv, for `type=`."""
+    if re.search('[\n\r"]', text):
+        raise argparse.ArgumentTypeError(
+            f"expected names without quotes and line breaks, got {text!r}"
+        )
     result = tuple(name for name in text.split(",") if name)
     for name in result:
         if result.count(name) > 1:

@@ -58,14 +58,12 @@ def leaves(nest: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
 
     No two leaves have the same name: in keys, `~` and `/` become `~0` and `~1`.
     """
-    items: list[tuple[str, Any]]
+    prefix = f"{name}/" if name else ""
     if isinstance(nest, dict):
-        escaped = (key.replace("~", "~0").replace("/", "~1") for key in nest)
-        items = list(zip(escaped, nest.values()))
+        for key, value in nest.items():
+            yield from leaves(value, prefix + key.replace("~", "~0").replace("/", "~1"))
     elif isinstance(nest, tuple):
-        items = [(str(i), value) for i, value in enumerate(nest)]
+        for i, value in enumerate(nest):
+            yield from leaves(value, f"{prefix}{i}")
     else:
         yield name, nest
-        return
-    for key, value in items:
-        yield from leaves(value, f"{name}/{key}" if name else key)

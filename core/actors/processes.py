@@ -28,6 +28,7 @@ from multiprocessing import connection
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import nn
 
 from core.actors.fork_server import ForkServer
@@ -35,7 +36,7 @@ from core.actors.shared_memory import RolloutBuffers, SharedArrays, SharedWeight
 from core.algorithm.counters import BusyTime
 from core.environments.stepping import Environments, env_seed
 from core.errors import ConfigError, EnvSpecError, EnvValueError
-from core.nests import ArraySpec
+from core.nests import ArraySpec, Nest
 from core.rollout import new_rollouts
 from core.running import terminal
 from core.running.compute import set_torch_threads
@@ -68,6 +69,9 @@ class Actor(Protocol):
     """The trainer's own `Actor`, which fills buffers."""
 
     envs: Environments
+    last_row: Nest  # Numpy arrays [E, ...]: row 0 of the next rollout.
+    state: tuple[torch.Tensor, ...]  # The recurrent state.
+    started: bool  # Whether it has made a rollout.
     env_s: float  # Seconds that the environments took for the last rollout.
     agent_s: float  # Seconds that everything else took.
 
@@ -337,13 +341,11 @@ class Actors:
 
     def _check_progress(self, slot: ActorSlot, pause_end: float) -> None:
         """Kill an actor whose environment takes too long."""
-        since = self._clock[slot.actor_id]
-        if slot.process is None or since == 0:
-            return
-        if kill_if_hung(
+        if slot.process is not None and kill_if_hung(
             f"Actor {slot.actor_id}",
             slot.process,
-            max(since, pause_end),
+            self._clock[slot.actor_id],
+            pause_end,
             self._flags.env_step_timeout_s,
         ):
             slot.reason = "its environment hung"
@@ -474,5 +476,6 @@ class Actors:
                 self._hang_up(slot)
         processes = [s.process for s in self.slots if s.process is not None]
         end_units(processes, ACTOR_EXIT_S)
+        self._output.close()
         if self._fork_server is not None:
             self._fork_server.close()

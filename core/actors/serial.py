@@ -12,15 +12,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from core import ranks
-from core.environments.stepping import Environments
+from core.actors.processes import Actor
 from core.errors import ConfigError
-from core.nests import Nest, leaves
+from core.nests import leaves
 from core.running.checkpoint import Checkpoint
 from core.running.run import Run
 from core.running.unit import limit_calls
@@ -28,44 +28,21 @@ from core.running.unit import limit_calls
 log = logging.getLogger(__name__)
 
 
-class Actor(Protocol):
-    """The attributes of the trainer's `Actor` that a checkpoint holds."""
+@contextlib.contextmanager
+def time_update(clocks: np.ndarray) -> Iterator[None]:
+    """Run the clock of updates during the block: an update, logging and saving.
 
-    envs: Environments
-    last_row: Nest  # Numpy arrays [E, ...]: row 0 of the next rollout.
-    state: tuple[torch.Tensor, ...]  # The recurrent state.
-    started: bool  # Whether the actor has made a rollout.
-
-
-A = TypeVar("A", bound=Actor)
-
-
-class Clocks:
-    """Hold the start times of the present environment call and the present update.
-
-    A thread of `core.running.unit.limit_calls` ends the program if a call or an update
-    takes too long.
+    A thread of `limit_calls` ends the program if this takes too long.
     """
-
-    def __init__(self, clocks: np.ndarray):
-        self._clocks = clocks
-        self.environment = clocks[:1]  # Written by all actors, which take turns.
-
-    @contextlib.contextmanager
-    def update(self) -> Iterator[None]:
-        """Run the clock of updates during the block: an update, logging and saving."""
-        self._clocks[1] = time.monotonic()
-        yield
-        self._clocks[1] = 0.0
-
-    def stop(self) -> None:
-        self._clocks[:] = 0.0
+    clocks[1] = time.monotonic()
+    yield
+    clocks[1] = 0.0
 
 
 @contextlib.contextmanager
 def open_run(
-    run: Run, create_actor: Callable[[int, np.ndarray], A]
-) -> Iterator[tuple[list[A], Clocks]]:
+    run: Run, create_actor: Callable[[int, np.ndarray], Actor]
+) -> Iterator[tuple[list[Actor], np.ndarray]]:
     """Create the actors of a serial run, resume them, and open the run's logs.
 
     At the end this writes the last row of the log and the last checkpoint, and closes
@@ -73,6 +50,9 @@ def open_run(
 
     Args:
       create_actor: creates an actor from its number and its clock.
+
+    Yields:
+      The actors, and the clocks of `limit_calls`, for `time_update`.
 
     Raises:
       ConfigError: the network is on a GPU, or a flag differs that would change the
@@ -90,11 +70,10 @@ def open_run(
         update_s=flags.stall_timeout_s if has_limit else math.inf,
         at_terminal=False,
     )
-    with limits as array, contextlib.ExitStack() as stack:
-        clocks = Clocks(array)
-        actors = []
+    with limits as clocks, contextlib.ExitStack() as stack:
+        actors: list[Actor] = []
         for i in range(flags.num_actors):
-            actors.append(create_actor(i, clocks.environment))
+            actors.append(create_actor(i, clocks[:1]))  # They take turns with it.
             stack.enter_context(contextlib.closing(actors[-1].envs))
         if is_alone:
             run.extra_state = lambda: actors_state(actors)
@@ -110,12 +89,12 @@ def open_run(
                     "--replay_ratio: the replay starts empty, so this run is not equal "
                     "to one without the interruption."
                 )
-            clocks.stop()
+            clocks[:] = 0.0
         with run.open():
             try:
                 yield actors, clocks
             finally:
-                clocks.stop()  # The last checkpoint may take any time.
+                clocks[:] = 0.0  # The last checkpoint may take any time.
             run.log({})
 
 

@@ -232,34 +232,31 @@ class BatchAssembler:
             _, rows, envs, *rest = slab.shape
             return empty((rows, n * envs, *rest), slab.dtype)
 
-        self._buffers = buffers
+        self._envs_per_actor = buffers.envs_per_actor
         self._num_replayed = num_replayed
-        self.batch: Nest = map_nest(batch_of, buffers.rows)  # [T+1, B, ...]
-        self.agent_state = tuple(batch_of(s) for s in buffers.agent_state)
-        self._memory = self.batch, self.agent_state
+        self._slabs: Nest = buffers.rows, buffers.agent_state
+        self._memory = map_nest(batch_of, self._slabs)
+        self.batch, self.agent_state = self._memory  # [T+1, B, ...], [layers, B, ...]
 
     def fill(self, indices: Sequence[int], replayed: Sequence[int] = ()) -> None:
         """Copy new and replayed buffers, side by side, into `batch` and `agent_state`.
 
         If `num_replayed` is not 0, `batch` has the key `replayed`.
         """
-        both = [*indices, *replayed]
-        rows, state = self._memory
+        both, E = [*indices, *replayed], self._envs_per_actor
+        memory = self._memory
         if self._num_replayed and not replayed:
-            share = slice(len(indices) * self._buffers.envs_per_actor)
-            rows, state = map_nest(lambda x: x[:, share], self._memory)
+            memory = map_nest(lambda x: x[:, : len(indices) * E], memory)
 
         def gather(slab: np.ndarray, out: np.ndarray) -> None:
             np.concatenate([slab[i] for i in both], axis=1, out=out)
 
-        map_nest(gather, self._buffers.rows, rows)
-        for slab, out in zip(self._buffers.agent_state, state):
-            gather(slab, out)
+        map_nest(gather, self._slabs, memory)
+        rows, self.agent_state = memory
         if self._num_replayed:
-            E = self._buffers.envs_per_actor
             marks = mark_replayed(len(rows["done"]), len(indices) * E, len(both) * E)
             rows = {**rows, "replayed": marks}
-        self.batch, self.agent_state = rows, state
+        self.batch = rows
 
 
 class SharedWeights:

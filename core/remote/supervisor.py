@@ -247,11 +247,11 @@ class Servers:
         if slot.process is None:
             return
         since = slot.progress[:, 1]
-        oldest = float(since.min(where=since > 0, initial=np.inf))
         if kill_if_hung(
             f"Server {slot.index}",
             slot.process,
-            0.0 if oldest == np.inf else max(oldest, pause_end),
+            min(since[since > 0], default=0.0),
+            pause_end,
             self._flags.env_step_timeout_s,
         ):
             slot.reason = "its environment hung"

@@ -184,7 +184,7 @@ def load(directory: Path) -> Checkpoint | None:
             try:
                 found = _read_named(path)
             except CheckpointError as error:
-                rejected.append(one_line(f"{path}: {error}"))
+                rejected.append(printable(f"{path}: {error}"))
             else:
                 break
         if rejected and _names(directory) != names:
@@ -214,7 +214,7 @@ def load_from(path: Path) -> Checkpoint | None:
     try:
         return _read(path)
     except CheckpointError as error:
-        raise CheckpointError(one_line(f"{path}: {error}")) from error
+        raise CheckpointError(printable(f"{path}: {error}")) from error
 
 
 def _names(directory: Path) -> dict[str, int]:
@@ -304,8 +304,8 @@ def _parse_verified(data: bytes, step: int | None) -> Checkpoint:
     return Checkpoint(Path(), int(metadata["step"]), tensors, state)
 
 
-def one_line(text: str) -> str:
-    """Return the text, cut to _MAX_REASON, with spaces for unprintable characters."""
+def printable(text: str) -> str:
+    """Return the text, cut to _MAX_REASON, on one line, without control characters."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " ..."
 
@@ -356,7 +356,7 @@ def check_tensors(
     differences += [f"missing {name}" for name in sorted(expected.keys() - got.keys())]
     differences += [f"unknown {name}" for name in sorted(got.keys() - expected.keys())]
     if differences:
-        raise CheckpointMismatch(one_line(f"model: {join_differences(differences)}"))
+        raise CheckpointMismatch(printable(f"model: {join_differences(differences)}"))
 
 
 def _describe(tensor: torch.Tensor, with_dtype: bool) -> str:

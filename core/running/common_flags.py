@@ -17,6 +17,7 @@ from typing import Any
 from core import ranks
 from core.flag_types import int_at_least, names, number, to_argv
 from core.rollout import new_rollouts
+from core.running import folder
 from core.running.machine import num_cores
 
 ENV = "PongNoFrameskip-v4"  # If neither --env nor a server names an environment.
@@ -40,7 +41,10 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "when training, the latest run when testing",
     )
     run.add_argument(
-        "--savedir", default="~/logs/torchbeast", help="folder that holds the runs"
+        "--savedir",
+        type=os.path.expanduser,
+        default="~/logs/torchbeast",
+        help="folder that holds the runs",
     )
     run.add_argument(
         "--seed",
@@ -412,10 +416,6 @@ def parse(
         if not has_remote_servers(flags):
             flags.env = flags.env or ENV
         return flags
-    from core.running import (
-        folder,  # Needs packages that environment servers do not have.
-    )
-
     try:
         run_dir = run_dir_to_test(flags)
     except ValueError as error:
@@ -448,7 +448,7 @@ def run_dir_to_test(flags: argparse.Namespace) -> Path:
       ValueError: --xpid cannot be the name of a run.
     """
     xpid = "latest" if flags.xpid is None else expand_xpid(flags, flags.env or ENV)
-    return (Path(flags.savedir).expanduser() / xpid).resolve()
+    return (Path(flags.savedir) / xpid).resolve()
 
 
 def expand_xpid(flags: argparse.Namespace, env: str | None) -> str:
@@ -569,4 +569,3 @@ def check_common(
         # Acting needs about half of the cores.
         share = 1 if flags.model == "deep" else 2
         flags.learner_cores = max(1, num_cores() // share)
-    flags.savedir = str(Path(flags.savedir).expanduser())

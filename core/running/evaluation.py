@@ -5,14 +5,14 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import datetime
 import json
 import math
 import secrets
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -126,28 +126,15 @@ def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
         print(f"Wrote {path}", flush=True)
 
 
-def _create_table(run_dir: Path) -> TextIO:
-    """Create a file that no other test writes, and open it."""
-    name = time.strftime("test-%Y%m%d-%H%M%S")
-    number = 1
-    while True:
-        suffix = f"-{number}" if number > 1 else ""
-        try:
-            return (run_dir / f"{name}{suffix}.csv").open("x", newline="")
-        except FileExistsError:
-            number += 1
-
-
 def report(
     games: Iterator[Game], run_dir: Path, *, step: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Print each game when it ends; then print statistics of all games.
 
-    Each game is also written to `run_dir/test-<time>.csv` as a row (the second test of
-    one second: `test-<time>-2.csv`, and so on). The last two lines show the statistics
-    (mean, standard error, minimum and maximum of the return): first as text, then as
-    one JSON object with the keys `episodes` (number of full games), `mean_return`,
-    `stderr` and more.
+    Each game is also written to `run_dir/test-<time>.csv` as a row. The last two lines
+    show the statistics (mean, standard error, minimum and maximum of the return): first
+    as text, then as one JSON object with the keys `episodes` (number of full games),
+    `mean_return`, `stderr` and more.
 
     Args:
       step: the step of the checkpoint.
@@ -157,7 +144,9 @@ def report(
       The JSON object.
     """
     played: list[Game] = []
-    with _create_table(run_dir) as file:
+    now = datetime.datetime.now()  # With microseconds: tests may start together.
+    path = run_dir / f"test-{now:%Y%m%d-%H%M%S-%f}.csv"
+    with path.open("x", newline="") as file:
         table = csv.writer(file)
         table.writerow(["game", "return", "steps", "episodes", "mean_life_return"])
         for game in games:

@@ -30,8 +30,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from core.errors import ConfigError
 from core.running.atomic import sweep, write_atomically
 
@@ -55,7 +53,7 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
       RunDirBusy: another process holds a lock.
       ConfigError: the folder cannot be created.
     """
-    run_dir = (savedir.expanduser() / xpid).resolve()
+    run_dir = (savedir / xpid).resolve()
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         _lock_name(run_dir)
@@ -68,16 +66,10 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
     lock_folder(run_dir)
     sweep(run_dir)
     sweep(run_dir / "checkpoints")
-    # Remove links that killed processes left. Running processes may be using theirs.
-    for left in run_dir.parent.glob(".latest.tmp-*"):
-        pid = left.name.rpartition("-")[2]
-        if not (pid.isdecimal() and psutil.pid_exists(int(pid))):
-            left.unlink(missing_ok=True)
     if run_dir.name != "latest":
         link = run_dir.with_name("latest")
-        temporary = run_dir.with_name(f".latest.tmp-{os.getpid()}")
+        temporary = run_dir / f".latest.tmp-{os.getpid()}"  # `sweep` would remove it.
         try:
-            temporary.unlink(missing_ok=True)
             temporary.symlink_to(run_dir.name)
             os.replace(temporary, link)
         except OSError as error:
@@ -144,7 +136,7 @@ def write_meta(
       flags: every flag and its value.
       extra: more entries; `step` is the step at which this start begins.
     """
-    starts = read_meta(run_dir)["starts"] if (run_dir / "meta.json").exists() else []
+    starts = recorded_meta(run_dir).get("starts", [])
     now = datetime.datetime.now(datetime.timezone.utc)
     meta = {
         "flags": dict(flags),
@@ -231,10 +223,8 @@ def _describe_code() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    distributions = {
-        d.name.lower(): d.version for d in importlib.metadata.distributions()
-    }
     names = ("torch", "gymnasium", "ale-py", "numpy", "opencv-python-headless")
+    installed = importlib.metadata.distributions
     return {"python": platform.python_version()} | {
-        n: distributions.get(n) for n in names
+        name: next((d.version for d in installed(name=name)), None) for name in names
     }

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set up Python's logging: log records go to the terminal and to the run's out.log."""
 
+import contextlib
 import logging
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.highlighter import NullHighlighter
@@ -39,55 +40,6 @@ class FileHandler(logging.Handler):
         super().close()
 
 
-class Logging:
-    """Sends log records to the terminal and to out.log until closed."""
-
-    def __init__(self, run_dir: Path | None):
-        self._root = logging.getLogger()
-        self._old_level = self._root.level
-        self._handlers: list[logging.Handler] = [_console_handler()]
-        self._file_handler: FileHandler | None = None
-        if run_dir is not None:
-            self._file_handler = FileHandler(run_dir / "out.log")
-            self._handlers.append(self._file_handler)
-        repeats = Repeats()
-        for handler in self._handlers:
-            handler.addFilter(repeats)
-            handler.name = f"torchbeast {type(handler).__name__}"
-            if not isinstance(handler, RichHandler):
-                handler.setFormatter(logging.Formatter(_line_format(), _TIME_FORMAT))
-            self._root.addHandler(handler)
-        # Of several learners, only learner 0 logs INFO. The others log problems only.
-        self._root.setLevel(logging.WARNING if ranks.rank() else logging.INFO)
-        logging.captureWarnings(True)
-
-    def __enter__(self) -> "Logging":
-        return self
-
-    def __exit__(self, exc_type: Any, error: BaseException | None, tb: Any) -> None:
-        # The program will print the traceback to the terminal only.
-        if isinstance(error, Exception) and self._file_handler is not None:
-            text = "".join(traceback.format_exception(error))
-            self._file_handler.handle(
-                logging.LogRecord(
-                    log.name, logging.ERROR, __file__, 0, "%s", (text.rstrip(),), None
-                )
-            )
-        self.close()
-
-    def close(self) -> None:
-        # The terminal's handler is closed last, so that it shows lost data.
-        for handler in reversed(self._handlers):
-            self._root.removeHandler(handler)
-            handler.close()
-            if isinstance(handler, FileHandler):
-                report_lost(handler.file)
-        if self._handlers:
-            logging.captureWarnings(False)
-            self._root.setLevel(self._old_level)
-        self._handlers = []
-
-
 def frequent_warnings(n: int) -> list[str]:
     """Return the n most frequent warnings since logging was set up."""
     for handler in logging.getLogger().handlers:
@@ -97,22 +49,50 @@ def frequent_warnings(n: int) -> list[str]:
     return []
 
 
-def setup_logging(run_dir: Path | None) -> Logging:
+@contextlib.contextmanager
+def setup_logging(run_dir: Path | None) -> Iterator[None]:
     """Show log records on stderr and, with a run's folder, append them to its out.log.
 
-    In a terminal the records appear above the live line of `StatusLine`. A second call
-    replaces the handlers of the first.
-
-    Returns:
-      A context manager, which also has `close`. If its block raises an exception,
-      out.log gets the traceback.
+    In a terminal the records appear above the live line of `StatusLine`. In the block
+    of another call, this call replaces the other's handlers. If the block raises an
+    exception, out.log gets the traceback.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
         if (handler.name or "").startswith("torchbeast "):
             root.removeHandler(handler)
             handler.close()
-    return Logging(run_dir)
+    handlers: list[logging.Handler] = [_console_handler()]
+    if run_dir is not None:
+        handlers.append(FileHandler(run_dir / "out.log"))
+    repeats = Repeats()
+    for handler in handlers:
+        handler.addFilter(repeats)
+        handler.name = f"torchbeast {type(handler).__name__}"
+        if not isinstance(handler, RichHandler):
+            handler.setFormatter(logging.Formatter(_line_format(), _TIME_FORMAT))
+        root.addHandler(handler)
+    old_level = root.level
+    # Of several learners, only learner 0 logs INFO. The others log problems only.
+    root.setLevel(logging.WARNING if ranks.rank() else logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        entry = {"levelno": logging.ERROR, "levelname": "ERROR", "msg": text}
+        for handler in handlers[1:]:  # The program prints it to the terminal itself.
+            handler.handle(logging.makeLogRecord(entry))
+        raise
+    finally:
+        # The terminal's handler is closed last, so that it shows lost data.
+        for handler in reversed(handlers):
+            root.removeHandler(handler)
+            handler.close()
+            if isinstance(handler, FileHandler):
+                report_lost(handler.file)
+        logging.captureWarnings(False)
+        root.setLevel(old_level)
 
 
 def _line_format() -> str:

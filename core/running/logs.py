@@ -68,13 +68,7 @@ class RunLog:
         wandb: bool = False,
         config: Mapping[str, Any] | None = None,
     ):
-        distinct = len(set(info_keys)) == len(info_keys)
-        if not distinct or re.search('[\n\r",]', "".join(info_keys)):
-            raise ValueError(
-                "info keys must differ and be free of commas, quotes and line breaks, "
-                f"got {list(info_keys)}"
-            )
-        self.failed_writes = 0  # Rows that could not be written at once.
+        self._failed_writes = 0  # Rows of the present outage that had to wait.
         self._run_dir = run_dir
         self._warned = False
         self._wandb: ModuleType | None = _import_wandb() if wandb else None
@@ -83,6 +77,7 @@ class RunLog:
 
         fields = {field.name: field for field in (*FIELDS, *map(info_field, info_keys))}
         if resume_step is not None:
+            # First this version's columns and units, then the file's other columns.
             fields = {**fields, **_read_glossary(run_dir), **fields}
         self._fields: dict[str, Field] = {}
         self._refused: set[str] = set()  # Columns that could not be added.
@@ -101,10 +96,6 @@ class RunLog:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self._fields)
 
     @property
     def _files(self) -> tuple[LogFile, LogFile]:
@@ -238,7 +229,7 @@ class RunLog:
         """Warn once when the disk fails, and log once when it works again."""
         files = (*self._files, *self._out_logs)
         failed = [file for file in files if file.error]
-        self.failed_writes += bool(failed)
+        self._failed_writes += bool(failed)
         if failed and not self._warned:
             log.warning(
                 "Cannot write to %s (%s). Training goes on; rows wait in memory.",
@@ -249,9 +240,10 @@ class RunLog:
             log.info(
                 "Writing to %s works again. Rows that waited: %d, rows lost: %d.",
                 self._run_dir,
-                self.failed_writes,
+                self._failed_writes,
                 max(file.lost for file in files),
             )
+            self._failed_writes = 0
         self._warned = bool(failed)
 
 

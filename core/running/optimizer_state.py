@@ -12,7 +12,7 @@ from core.running.checkpoint import (
     CheckpointMismatch,
     equal_values,
     join_differences,
-    one_line,
+    printable,
 )
 
 
@@ -112,7 +112,7 @@ def restore_optimizer(
     ours = _parameter_names(optimizer, model)
     theirs = [group["params"] for group in state["groups"]]
     if ours != theirs:
-        raise CheckpointMismatch(one_line(_group_differences(ours, theirs)))
+        raise CheckpointMismatch(printable(_group_differences(ours, theirs)))
 
     def decode(value: Any) -> Any:
         match value:

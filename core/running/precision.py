@@ -70,7 +70,8 @@ def best_precision(
     observation_space, _ = split_mask(observation_space)
     if model == "auto":
         model = model_for(observation_space)
-    # A fork's own torso is not known here: it is taken for the one it stands in for.
+    # If a fork has its own torso, this function does not see it, and decides by the one
+    # that --model names.
     if not issubclass(TORSOS[model], ImageTorso):
         return "float32", (
             f"--model {model} has no convolutions, and bfloat16 would round the "

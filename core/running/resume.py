@@ -159,7 +159,7 @@ class Snapshots:
             for key in ("env", *NETWORK_FLAGS)
             if key in theirs and theirs[key] != getattr(self._flags, key)
         ]
-        return checkpoint.one_line("".join(differences))
+        return checkpoint.printable("".join(differences))
 
 
 def plain(value: Any) -> Any:

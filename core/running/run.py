@@ -276,7 +276,7 @@ class Run:
                 )
             )
             self._status = stack.enter_context(
-                status_line.StatusLine(flags.total_steps, start_step=learner.step)
+                status_line.StatusLine(flags.total_steps)
             )
             try:
                 yield
@@ -420,8 +420,7 @@ class Run:
             mean_return=row["mean_episode_return"],
             policy_lag=row.get("policy_lag_mean"),
             bottleneck=bottleneck,
-            # Shown as "2 learners".
-            **({} if self._others is None else {str(self._others.size): "learners"}),
+            num_learners=1 if self._others is None else self._others.size,
         )
 
     def save(self) -> None:
@@ -432,6 +431,7 @@ class Run:
           StallError: an update has not ended within LOCK_S.
         """
         if self.flags.disable_checkpoint:
+            self._last_save = time.monotonic()  # `tick` tries again after an interval.
             return
         learner = self.learner
         with learner.between_updates(LOCK_S):

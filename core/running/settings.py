@@ -11,6 +11,7 @@ import argparse
 
 import gymnasium as gym
 
+from core import ranks
 from core.running import common_flags
 
 # The beginning of a Gymnasium environment's entry point -> the family's settings file.
@@ -38,14 +39,14 @@ def family_of(env: str) -> str | None:
 def suggestion(env: str, flags: argparse.Namespace) -> str | None:
     """Return a line that names the settings file for `env`, if flags are for Atari."""
     family = family_of(env)
+    if family is None:
+        return None
     parser = argparse.ArgumentParser()
     common_flags.add_learner_flags(parser)
     common_flags.add_loss_flags(parser)
     common_flags.add_optimizer_flags(parser)
-    defaults = parser.parse_args([])
-    if family is None or any(
-        getattr(flags, key) != getattr(defaults, key) for key in CHECKED
-    ):
+    ours = ranks.flags_of_run(vars(flags))
+    if any(ours[key] != parser.get_default(key) for key in CHECKED):
         return None
     return (
         f"The flags are at their defaults, which are for Atari; {env} learns faster "

@@ -31,7 +31,8 @@ DUPLICATE_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-# A thread that looks every second has not looked for so long: there was a pause.
+# `Pauses.end` is called every second or so. If it was not called for this long, the
+# process was paused.
 PAUSE_S = 30.0
 
 
@@ -159,18 +160,21 @@ def _has_handled(pid: int, signum: int) -> bool:
     return True
 
 
-def kill_if_hung(name: str, process: Any, since: float, limit_s: float) -> bool:
+def kill_if_hung(
+    name: str, process: Any, since: float, pause_end: float, limit_s: float
+) -> bool:
     """Kill a process whose environment takes too long; show its stacks first.
 
     Args:
       process: a `core.running.unit.Unit`, in which faulthandler handles SIGUSR1.
       since: when the environment's current call began (`time.monotonic`); 0 for none.
+      pause_end: from `Pauses.end`; the time before it does not count.
       limit_s: the longest time for one call of an environment.
 
     Returns:
       Whether the process was killed.
     """
-    if since == 0 or time.monotonic() - since <= limit_s:
+    if since == 0 or time.monotonic() - max(since, pause_end) <= limit_s:
         return False
     log.warning(
         "%s hangs: one call of its environment has taken %g s (--env_step_timeout_s); "

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from rich.live import Live
 from rich.text import Text
@@ -29,9 +28,8 @@ class StatusLine:
     the terminal only from the first `update` on: by then the actors have been forked.
     """
 
-    def __init__(self, total_steps: int, start_step: int = 0):
+    def __init__(self, total_steps: int):
         self._total_steps = total_steps
-        self._step = start_step
         self._sps: float | None = None  # Smoothed, for the ETA.
         self._parts: list[tuple[int, str]] = []
         self._shown = True  # Whether `_parts` has been shown.
@@ -61,23 +59,22 @@ class StatusLine:
         mean_return: float | None,
         policy_lag: float | None = None,
         bottleneck: str | None = None,
-        **extra: Any,
+        num_learners: int = 1,
     ) -> None:
-        """Take new values; show them if it is time. `extra` are more values by name."""
-        self._step = step
+        """Take new values; show them if it is time."""
         # The first row, at the start, has no rate yet.
         self._sps = 0.8 * self._sps + 0.2 * sps if self._sps else sps
         # If the line is too long, the parts with the highest numbers are left out.
         self._parts = [
             (0, f"step {_short(step)}/{_short(self._total_steps)}"),
-            (6, self._progress()),
+            (6, self._progress(step)),
             (5, f"{_short(frames)} frames"),
             (1, f"{sps:,.0f} SPS"),
             (0, f"return(100) {_reward(mean_return)}"),
             (4, "" if policy_lag is None else f"lag {policy_lag:.1f}"),
             (3, bottleneck or ""),
-            (2, f"ETA {self._eta()}"),
-            *((7, f"{k} {v}") for k, v in extra.items() if v is not None),
+            (2, f"ETA {self._eta(step)}"),
+            (7, f"{num_learners} learners" if num_learners > 1 else ""),
         ]
         self._shown = False
         now = time.monotonic()
@@ -85,16 +82,16 @@ class StatusLine:
             self._shown_at = now
             self._show()
 
-    def _progress(self) -> str:
-        share = min(1.0, self._step / self._total_steps)
+    def _progress(self, step: int) -> str:
+        share = min(1.0, step / self._total_steps)
         if not self._in_terminal:
             return f"{share:.1%}"
         full, empty = "━─" if self._console.encoding.startswith("utf") else "#."
         done = int(share * BAR_WIDTH)
         return f"{full * done}{empty * (BAR_WIDTH - done)} {share:.1%}"
 
-    def _eta(self) -> str:
-        left = max(0, self._total_steps - self._step)
+    def _eta(self, step: int) -> str:
+        left = max(0, self._total_steps - step)
         return _duration(left / self._sps) if self._sps else "-"
 
     def _show(self) -> None:

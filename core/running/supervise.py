@@ -29,7 +29,9 @@ from core.running.signals import Pauses, dump_stacks, pausable
 log = logging.getLogger(__name__)
 
 
-HANG_GRACE_S = 60.0  # Extra time for a main loop that saves a checkpoint slowly.
+# Extra time for a main loop that a busy machine delays: killed here, the program cannot
+# write a last checkpoint.
+HANG_GRACE_S = 60.0
 
 
 REPEAT_S = 600.0  # A warning that comes again is shown again after this time.
@@ -162,30 +164,24 @@ class RestartBudget:
     """Decides when a dead worker restarts, and when it has died too often.
 
     A death is quick if the worker has delivered nothing since its latest start. The
-    budget is spent after `max_quick_deaths` quick deaths in a row. If the worker
+    budget is spent after MAX_QUICK_DEATHS quick deaths in a row. If the worker
     delivered after an earlier start, PATIENCE times as many are allowed, because the
     worker can work. (If one step in 1000 crashes and a worker delivers every 160 steps,
     one start in seven ends with a quick death; five in a row then happen every 16
     million steps.) After a quick death the worker waits before it restarts, at first
-    `first_wait_s`, then twice as long each time up to `max_wait_s`. After a death that
-    is not quick it restarts at once.
+    FIRST_WAIT_S, then twice as long each time up to MAX_WAIT_S. After a death that is
+    not quick it restarts at once.
     """
 
+    MAX_QUICK_DEATHS = 5
     PATIENCE = 4
+    FIRST_WAIT_S = 0.1
+    MAX_WAIT_S = 5.0
 
-    def __init__(
-        self,
-        *,
-        max_quick_deaths: int = 5,
-        first_wait_s: float = 0.1,
-        max_wait_s: float = 5.0,
-    ):
-        self.max_quick_deaths = max_quick_deaths
+    def __init__(self) -> None:
         self.quick_deaths = 0  # In a row.
         self._has_delivered = False  # Since its latest start.
         self._can_deliver = False  # Whether it has ever delivered.
-        self._first_wait_s = first_wait_s
-        self._max_wait_s = max_wait_s
 
     def delivered(self) -> None:
         self.quick_deaths = 0
@@ -198,9 +194,9 @@ class RestartBudget:
             return 0.0
         self.quick_deaths += 1
         patience = self.PATIENCE if self._can_deliver else 1
-        if self.quick_deaths >= patience * self.max_quick_deaths:
+        if self.quick_deaths >= patience * self.MAX_QUICK_DEATHS:
             return None
-        return min(self._first_wait_s * 2 ** (self.quick_deaths - 1), self._max_wait_s)
+        return min(self.FIRST_WAIT_S * 2 ** (self.quick_deaths - 1), self.MAX_WAIT_S)
 
     def start(self, name: str, start: Callable[[], None]) -> float | None:
         """Call `start`. If it fails, return the monotonic time to call this again.
@@ -299,7 +295,7 @@ def send_at_parents_end(signum: int) -> None:
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signum))
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signum))
 
 
 def continue_if_stopped(name: str, pid: int) -> None:

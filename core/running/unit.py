@@ -84,7 +84,8 @@ class Unit:
             # multiprocessing's sentinel is a pipe, which forked children keep open.
             try:
                 self._pidfd = os.pidfd_open(self._process.pid)
-            except OSError:  # Too many open files. Callers forget what did not start.
+            except OSError:  # Too many open files.
+                # The caller forgets a unit that did not start; nobody else ends it.
                 self._process.kill()
                 self.join()
                 raise
@@ -109,9 +110,6 @@ class Unit:
     def exitcode(self) -> int | None:
         """The worker's exit code, as in multiprocessing."""
         return self._process.exitcode
-
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
 
     def terminate(self) -> None:
         """Send SIGTERM to the worker."""
@@ -223,7 +221,7 @@ def _guard(worker: int, parent: int) -> NoReturn:
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # The worker wrote a core already.
-    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+    if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     os._exit(128 - code)
@@ -359,4 +357,4 @@ def _descendants_of(pid: int) -> Iterator[int]:
 
 def _become_subreaper() -> None:
     pr_set_child_subreaper = 36
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)

@@ -154,6 +154,13 @@ def test_a_dead_actors_environments_do_not_repeat_their_games():
     assert not np.array_equal(first, again)
 
 
+def test_closed_actors_leave_no_thread():
+    """With a second thread, the next actors of this process could not be forked."""
+    with Pool(make_flags("Catch")) as pool:
+        pool.next_rollout()
+    assert "children's output" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_while_the_fork_server_imports_nobody_waits(monkeypatch):
     """It may take seconds, in which a signal would not be answered."""
     is_ready = threading.Event()
@@ -228,7 +235,7 @@ def test_an_actor_that_hangs_is_replaced_while_others_go_on(caplog):
     assert "Actor 0 died (its environment hung)" in caplog.text
     assert other.budget.quick_deaths == 0
     with pytest.raises(ValueError):  # It has been waited for.
-        hung.is_alive()
+        _ = hung.exitcode
 
 
 def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch, caplog):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The columns of logs.csv and their glossary, fields.csv."""
 
-import pytest
-
 from core.running import logs
 from tests.running.conftest import COLUMNS, read_rows
 
@@ -23,9 +21,3 @@ def test_fields_csv_explains_every_column(tmp_path):
     glossary = read_rows(tmp_path / "fields.csv")
     assert [row["name"] for row in glossary] == [*COLUMNS, "info_lives"]
     assert all(row["unit"] and row["meaning"] for row in glossary)
-
-
-@pytest.mark.parametrize("keys", [("a", "a"), ("a,b",), ('"',), ("a\nb",)])
-def test_info_keys_that_would_break_the_header_are_refused(tmp_path, keys):
-    with pytest.raises(ValueError, match="info keys must differ"):
-        logs.RunLog(tmp_path, info_keys=keys)

@@ -357,6 +357,7 @@ BAD_COMBINATIONS = [
     (f"--xpid {'x' * 300}", ["--xpid has 300 bytes", "at most 200", "shorter"]),
     ("--xpid latest", ["--xpid is 'latest'", "Choose another name."]),
     ("--info_keys a,b,a", ["--info_keys", "each name once", "'a' twice"]),
+    ('--info_keys a"b', ["--info_keys", "without quotes and line breaks", "'a\"b'"]),
     (f"--seed {2**70}", ["--seed", "at most 10^18", str(2**70)]),
     (f"--seed 1e{'9' * 18}G", ["--seed", "at most 10^18", "9G"]),
     ("--info_keys speed,game_step", ["--info_keys", "'game_step'", "Leave it out"]),

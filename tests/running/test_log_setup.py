@@ -24,10 +24,8 @@ def test_records_go_to_stderr_and_are_appended_to_out_log(tmp_path, capsys):
 
 
 def test_setting_up_twice_shows_a_record_once(tmp_path, capsys):
-    outer = log_setup.setup_logging(tmp_path)
-    with log_setup.setup_logging(tmp_path):
+    with log_setup.setup_logging(tmp_path), log_setup.setup_logging(tmp_path):
         logging.info("once")
-    outer.close()
     assert capsys.readouterr().err.count("once") == 1
     assert (tmp_path / "out.log").read_text().count("once") == 1
 

@@ -3,6 +3,7 @@
 
 import csv
 import errno
+import math
 import os
 import re
 import shutil
@@ -185,6 +186,15 @@ def test_neither_an_update_nor_a_slow_disk_holds_up_who_logs(
         wait_until(lambda: saved(a_run))
         learn(a_run)
     assert saved(a_run)[-1] == 150
+
+
+def test_with_disable_checkpoint_a_save_is_due_once_in_an_interval(tmp_path):
+    """Not at each tick: it would start a thread five times a second."""
+    a_run = make_run(tmp_path, "--disable_checkpoint")
+    a_run._last_save = -math.inf
+    a_run.save()
+    assert a_run._last_save > 0
+    assert saved(a_run) == []
 
 
 def test_what_logging_dies_of_ends_the_run(tmp_path):

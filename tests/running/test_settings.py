@@ -13,6 +13,7 @@ from gymnasium.envs.registration import EnvSpec
 import monobeast
 import polybeast
 from core.running.settings import family_of, suggestion
+from tests.trainers.several import environments
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "settings").glob("*.txt"))
@@ -75,3 +76,10 @@ def test_a_file_is_suggested_to_a_run_at_the_defaults_only():
     for argv in ([file, *env], [*env, "--learning_rate", "0.001"]):
         assert suggestion("CartPole-v1", monobeast.parse_flags(argv)) is None
     assert suggestion("nobody/Knows-v0", plain) is None
+
+
+def test_a_file_is_suggested_to_each_of_several_learners(monkeypatch):
+    for name, value in environments(2, port=1)[1].items():
+        monkeypatch.setenv(name, value)
+    share = monobeast.parse_flags(["--env", "CartPole-v1", "--num_actors", "2"])
+    assert suggestion("CartPole-v1", share) is not None

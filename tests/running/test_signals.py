@@ -245,3 +245,7 @@ def test_only_a_long_gap_is_a_pause(monkeypatch):
         now[0] += gap
         ends.append(pauses.end())
     assert ends == [0, 0, now[0] - 1, now[0] - 1]
+
+
+def test_without_a_call_nothing_hangs_however_long_ago_a_pause_ended():
+    assert not signals.kill_if_hung("Server 0", None, 0.0, 1.0, 0.001)

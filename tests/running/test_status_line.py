@@ -56,18 +56,24 @@ def test_a_plain_line_says_everything(caplog, clock):
     caplog.set_level(logging.INFO)
     with status_line.StatusLine(50_000_000) as status:
         status.update(
-            1_234_000, 4_936_000, 1732.4, -20.346, 2.14, "env-bound 71 %", restarts=3
+            1_234_000,
+            4_936_000,
+            1732.4,
+            -20.346,
+            2.14,
+            "env-bound 71 %",
+            num_learners=3,
         )
     assert messages(caplog) == [
         "step 1.23M/50.0M  2.5%  4.94M frames  1,732 SPS  return(100) -20.35  lag 2.1"
-        "  env-bound 71 %  ETA 7h49m  restarts 3"
+        "  env-bound 71 %  ETA 7h49m  3 learners"
     ]
 
 
 def test_what_is_not_known_yet_is_left_out_or_a_dash(caplog, clock):
     caplog.set_level(logging.INFO)
     with status_line.StatusLine(700) as status:
-        status.update(0, 0, 0.0, None, None, None, restarts=None)
+        status.update(0, 0, 0.0, None, None, None)
     assert messages(caplog) == [
         "step 0/700  0.0%  0 frames  0 SPS  return(100) -  ETA -"
     ]

@@ -81,9 +81,9 @@ def test_a_running_thread_cannot_be_cancelled():
 
 
 def test_waits_double_up_to_the_limit_until_the_budget_is_spent():
-    budget = RestartBudget(max_quick_deaths=7, first_wait_s=0.5, max_wait_s=5.0)
-    waits = [budget.died() for _ in range(7)]
-    assert waits == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, None]
+    budget = RestartBudget()
+    waits = [budget.died() for _ in range(5)]
+    assert waits == [0.1, 0.2, 0.4, 0.8, None]
 
 
 def test_a_worker_that_had_delivered_restarts_at_once():
@@ -93,16 +93,16 @@ def test_a_worker_that_had_delivered_restarts_at_once():
 
 
 def test_a_delivery_makes_the_budget_whole_and_four_times_as_large():
-    budget = RestartBudget(max_quick_deaths=3, first_wait_s=0.5, max_wait_s=2.0)
-    assert [budget.died(), budget.died()] == [0.5, 1.0]
+    budget = RestartBudget()
+    assert [budget.died(), budget.died()] == [0.1, 0.2]
     budget.delivered()
-    waits = [budget.died() for _ in range(13)]
-    assert waits == [0.0, 0.5, 1.0, *[2.0] * 9, None]
+    waits = [budget.died() for _ in range(21)]
+    assert waits == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *[5.0] * 13, None]
 
 
 def test_deaths_after_deliveries_never_spend_the_budget():
-    budget = RestartBudget(max_quick_deaths=3)
-    for _ in range(17):
+    budget = RestartBudget()
+    for _ in range(21):
         budget.delivered()
         assert budget.died() == 0.0
 
