@@ -78,33 +78,14 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
 }
 
 
-def protocol(name: str, **changes: Any) -> dict[str, Any]:
-    """Return the options of `make_atari` for a protocol, with some of them changed.
-
-    Raises:
-      MakeError: there is no such protocol, or it has no such option.
-    """
-    if name not in PROTOCOLS:
-        raise MakeError(f"protocol {name!r} is not one of {', '.join(PROTOCOLS)}")
-    options = PROTOCOLS[name]
-    unknown = changes.keys() - options.keys()
-    if unknown:
-        raise MakeError(
-            f"a protocol has no {', '.join(sorted(unknown))}; "
-            f"it has {', '.join(options)}"
-        )
-    return {**options, **changes}
-
-
 def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `make_atari` that a trainer's flags ask for.
 
     Flags with the names of options change those of --atari_protocol, unless None.
     """
-    changes = {
-        name: flags[name] for name in PROTOCOLS["impala"] if flags.get(name) is not None
-    }
-    return protocol(flags.get("atari_protocol") or "impala", **changes)
+    options = PROTOCOLS[flags.get("atari_protocol") or "impala"]
+    changes = {name: flags[name] for name in options if flags.get(name) is not None}
+    return {**options, **changes}
 
 
 def describe(

@@ -7,7 +7,7 @@ complete rollout row (see `core.rollout`). Needs numpy only.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,12 @@ def map_nest(fn: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
                 raise ValueError(f"nests differ: a tuple of {len(nest)} against {size}")
         return tuple(map_nest(fn, *leaves) for leaves in zip(nest, *others))
     return fn(nest, *others)
+
+
+def unflatten(values: Iterable[Any], nest: Nest) -> Nest:
+    """Return a nest like `nest`, with the next of `values` in place of each leaf."""
+    rest = iter(values)
+    return map_nest(lambda _: next(rest), nest)
 
 
 def leaves(nest: Nest, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -47,7 +47,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from core import nests
 from core.errors import MakeError
 from core.nests import ArraySpec, Nest, leaves, map_nest
 
@@ -264,7 +263,7 @@ def action_at(leaf_spaces: Nest, actions: Nest, k: int) -> Any:
         is_discrete = isinstance(space, gym.spaces.Discrete)
         return int(rows[k]) if is_discrete else np.array(rows[k], space.dtype)
 
-    return nests.map_nest(leaf, leaf_spaces, actions)
+    return map_nest(leaf, leaf_spaces, actions)
 
 
 def copy_at(rows: Nest, k: int, values: Nest) -> None:
@@ -273,4 +272,4 @@ def copy_at(rows: Nest, k: int, values: Nest) -> None:
     def copy(row: np.ndarray, value: Any) -> None:
         row[k] = value
 
-    nests.map_nest(copy, rows, values)
+    map_nest(copy, rows, values)

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """PolyBeast's C++: queues, dynamic batching, and actors that play over the network.
 
-    for batch in inference_batcher:               # In one thread or several.
+    for batch in inference_batcher:               # In one or several threads.
         batch.set_outputs(model(batch.get_inputs()))
 
-    for tensors in learner_queue:                 # Likewise.
+    for tensors in learner_queue:                 # In one or several threads.
         learn(tensors)
 
-Several threads may use one object. `close()` ends these loops and wakes everybody.
+Several threads may use one object. `close()` ends these loops and wakes all threads
+that wait.
 
-What goes in and comes out are nests (see `libtorchbeast.nest`) of arrays. In: torch
+Inputs and outputs are nests (see `libtorchbeast.nest`) of arrays. Inputs are torch
 tensors on the CPU, or numpy arrays, of booleans, integers, float16, float32, float64 or
-bfloat16; others are a TypeError that names the leaf. They are not copied, so leave them
-alone afterwards; only non-contiguous ones and read-only ndarrays are copied. Out: torch
-tensors, or numpy arrays where torch is not installed. The memory of a batch serves
-another one when its last tensor has gone.
+bfloat16. Other inputs raise a TypeError that names the leaf. Inputs are not copied, so
+do not change them afterwards. (Arrays that are not contiguous and read-only numpy
+arrays are copied.) Outputs are torch tensors, or numpy arrays if torch is not
+installed. The memory of a batch is reused after its last tensor was deleted.
 
-Whatever blocks lets other Python threads run, and notices Ctrl-C in the main thread.
+A call that blocks releases the GIL. In the main thread Ctrl-C ends the call.
 """
 
 from pathlib import Path

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from core.algorithm.replay import mark_replayed
-from core.nests import ArraySpec, Nest, leaves, map_nest
+from core.nests import ArraySpec, Nest, leaves, map_nest, unflatten
 
 _ALIGNMENT = 64  # bytes; a cache line, and enough for every SIMD load
 
@@ -156,8 +156,8 @@ class RolloutBuffers:
 
     def _view(self) -> None:
         arrays = self._shared.arrays
-        names = iter([name for name, _ in leaves(self._row_spec)])
-        self.rows: Nest = map_nest(lambda _: arrays[next(names)], self._row_spec)
+        names = [name for name, _ in leaves(self._row_spec)]
+        self.rows = unflatten((arrays[name] for name in names), self._row_spec)
         self.agent_state = tuple(
             array for name, array in arrays.items() if name.startswith("agent_state/")
         )

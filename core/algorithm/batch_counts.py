@@ -120,13 +120,13 @@ class BatchCounts:
         report = None
         if learners.rank > 0:
             report = {
-                "episodes": self.episodes.take(),
+                "episodes": self.episodes.state(),
                 "averages": self.averages.take(),
                 "stale": self.stale,
                 "busy": busy.pop(),
                 "columns": learners.columns,
             }
-            self.stale = 0
+            self.episodes, self.stale = EpisodeStats(), 0
         for other in learners.report(report):
             self.episodes.merge(other["episodes"])
             self.averages.merge(*other["averages"])

@@ -204,7 +204,7 @@ class EpisodeStats:
             return self._best
 
     def state(self) -> dict[str, Any]:
-        """Return all fields as JSON values, for `restore`."""
+        """Return all fields as JSON values, for `restore` and `merge`."""
         with self._lock:
             return {
                 "games": self._games,
@@ -214,26 +214,12 @@ class EpisodeStats:
                 "life_returns": list(self._life_returns),
             }
 
-    def take(self) -> dict[str, Any]:
-        """Return all games and episodes, for `merge` in another learner, and reset."""
-        with self._lock:
-            taken = {
-                "games": self._games,
-                "returns": list(self._returns),
-                "steps": list(self._steps),
-                "life_returns": list(self._life_returns),
-            }
-            self._games = 0
-            for values in (self._returns, self._steps, self._life_returns):
-                values.clear()
-        return taken
-
-    def merge(self, taken: Mapping[str, Any]) -> None:
-        """Add the games and episodes of another learner."""
-        self.add_games(taken["returns"], taken["steps"])
-        self.add_episodes(taken["life_returns"])
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add the games and episodes in the `state()` of another learner."""
+        self.add_games(state["returns"], state["steps"])
+        self.add_episodes(state["life_returns"])
         with self._lock:  # Only the last returns are kept, but all games are counted.
-            self._games += taken["games"] - len(taken["returns"])
+            self._games += state["games"] - len(state["returns"])
 
     def restore(self, state: Mapping[str, Any]) -> None:
         window = self._returns.maxlen

@@ -254,7 +254,8 @@ class ActionDistribution:
             action = drawn[0].squeeze(-1)
             return {"action": action + self._first if self._first else action}
         sample = torch.cat([x.float() for x in drawn], dim=-1)
-        return {"action": self._to_action(sample), "sample": sample}
+        action = map_nest(lambda part: part.to_action(sample), self._actions)
+        return {"action": action, "sample": sample}
 
     def sample_of(self, rows: Mapping[str, Nest]) -> torch.Tensor:
         """Return the samples [T, B, S] that gave the actions of rollout rows."""
@@ -285,10 +286,6 @@ class ActionDistribution:
             return iter([(self.parts[0], parameters)])
         sizes = [part.num_parameters for part in self.parts]
         return zip(self.parts, zip(*(p.split(sizes, -1) for p in parameters)))
-
-    def _to_action(self, sample: torch.Tensor) -> Nest:
-        """Return the nest of actions that samples [T, B, S] stand for."""
-        return map_nest(lambda part: part.to_action(sample), self._actions)
 
 
 class _ActionPart:

@@ -49,8 +49,7 @@ def unroll_lstm(
     # A packed sequence has the longest piece first, and the k-th rows of all pieces
     # next to each other.
     by_length = length.argsort(descending=True, stable=True)
-    rank = torch.empty_like(by_length)
-    rank[by_length] = torch.arange(len(first), device=x.device)
+    rank = by_length.argsort()  # [P]: the place of each piece in this order
     k = torch.arange(B * T, device=x.device) - first[piece]
     order = (k * len(first) + rank[piece]).argsort()
     packed = nn.utils.rnn.PackedSequence(
@@ -61,6 +60,5 @@ def unroll_lstm(
     closing = rank[piece[T - 1 :: T]]
     starting = tuple(begins.index_copy(1, opening, s) for s in state)
     out, ending = lstm(packed, starting)
-    y = torch.empty_like(out.data)
-    y = y.index_copy(0, order, out.data)  # [B*T, hidden]
+    y = torch.empty_like(out.data).index_copy(0, order, out.data)  # [B*T, hidden]
     return y.view(B, T, -1).transpose(0, 1), tuple(s[:, closing] for s in ending)

@@ -143,9 +143,7 @@ def create_replay(
 
 def mark_replayed(num_rows: int, num_new: int, num_rollouts: int) -> np.ndarray:
     """Return the key `replayed` of a batch: bool [T + 1, B], the new columns first."""
-    return np.broadcast_to(
-        np.arange(num_rollouts) >= num_new, (num_rows, num_rollouts)
-    ).copy()
+    return np.tile(np.arange(num_rollouts) >= num_new, (num_rows, 1))
 
 
 def split(batch: Mapping[str, Nest]) -> tuple[Nest, Nest | None]:

@@ -152,14 +152,12 @@ class Learner:
             if is_finite:
                 for optimizer in self.optimizers:
                     optimizer.step()
-                self._learn_statistics(batch, rows, sums)
+                self._learn_statistics(rows, sums)
             self._count(batch, sums, is_finite)
             if self.learners is not None:
                 self._meet_learners()
 
-    def _learn_statistics(
-        self, batch: Nest, rows: Nest, sums: dict[Any, float]
-    ) -> None:
+    def _learn_statistics(self, rows: Nest, sums: dict[Any, float]) -> None:
         """Add a batch to the network's running statistics, if flags ask for these."""
         if self.flags.normalize_observations:
             new_rows = replay.split(rows)[0]  # Each row counts once.

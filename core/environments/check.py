@@ -217,9 +217,7 @@ def print_rows(name: str, *, num_steps: int, seed: int) -> None:
         num_bytes = sum(spec.nbytes for _, spec in specs)
         print(f"{'':<13}= {num_bytes:,} bytes, without the agent's outputs")
 
-        rows = map_nest(
-            lambda spec: np.zeros((1, *spec.shape), spec.dtype), envs.row_spec
-        )
+        rows = envs.zero_rows()
         envs.action_space.seed(seed)
         envs.reset(rows)
         rewards, lengths, returns = [], [], []
@@ -268,8 +266,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
         closing(found, make(name)) as used,
         closing(found, make(name)) as fresh,
     ):
-        is_classic = isinstance(used, ClassicGym)
-        api = "classic gym" if is_classic else "Gymnasium"
+        api = "classic gym" if isinstance(used, ClassicGym) else "Gymnasium"
         print(f"environment  {faults.name_of(used)} ({api} API)")
         if type(used.unwrapped).__module__.startswith("ale_py"):
             print("note         this is the bare game; the trainers add the wrappers")

@@ -51,12 +51,14 @@ def make(name: str, **kwargs: Any) -> gym.Env:
 def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
     if name not in gym.registry:
         _register_known_packages(name)
+    spec = gym.registry.get(name.rpartition(":")[2])
+    if spec is not None and kwargs.get("render_mode") is None:
+        # The id may be registered with a render mode, which the wrappers of the
+        # environment need. render_mode=None would replace it.
+        if "render_mode" in spec.kwargs:
+            kwargs.pop("render_mode", None)
     try:
         # Gymnasium's passive checker is not needed: `Environments` checks each step.
-        spec = gym.registry.get(name.rpartition(":")[2])
-        if spec is not None and kwargs.get("render_mode") is None:
-            if "render_mode" in spec.kwargs:  # Its wrappers may need this mode.
-                kwargs.pop("render_mode", None)
         env = _make_with(gym.make, name, disable_env_checker=True, **kwargs)
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv):
         known = [*TOYS, *gym.registry]

@@ -20,7 +20,7 @@ from core.environments.classic_gym import adapt, convert_space
 from core.environments.faults import is_ctrl_c, name_of, only_exceptions
 from core.environments.row_writer import RowWriter
 from core.errors import EnvError, EnvSpecError, MakeError
-from core.nests import Nest, leaves, map_nest
+from core.nests import Nest, leaves, map_nest, unflatten
 from core.rollout import action_at, copy_at, leaf_spaces, row_spec
 
 NAN = float("nan")
@@ -164,6 +164,11 @@ class Environments:
         """Return the seed of each environment's first game, for the run's records."""
         return [self._game_seed(k, 0) for k in range(len(self.envs))]
 
+    def zero_rows(self) -> Nest:
+        """Return new rows, for `reset` and `step` to write into."""
+        K = len(self.envs)
+        return map_nest(lambda s: np.zeros((K, *s.shape), s.dtype), self.row_spec)
+
     def reset(self, rows: Nest) -> None:
         """Begin the first game of every environment; write the first rows."""
         self._progress = [_Progress() for _ in self.envs]
@@ -244,10 +249,7 @@ class Environments:
                 f"the saved environments have seeds {state['seeds']}, these have "
                 f"{self.seeds()}: --seed or the number of environments has changed"
             )
-        replayed = map_nest(
-            lambda spec: np.zeros((len(self.envs), *spec.shape), spec.dtype),
-            self.row_spec,
-        )
+        replayed = self.zero_rows()
         self._progress = [_Progress(game=saved["game"]) for saved in state["envs"]]
         for k, saved in enumerate(state["envs"]):
             self._replay(k, saved, replayed)
@@ -264,13 +266,9 @@ class Environments:
         observation, _ = self._reset(k, seed)
         self._write_first(rows, k, observation)
         for flat in saved["actions"]:
-            action = self._unflatten(flat)
+            action = unflatten(flat, self._action_spaces)
             copy_at(rows["last_action"], k, action)
             self._step(k, rows["last_action"], rows)
-
-    def _unflatten(self, flat: list[Any]) -> Nest:
-        values = iter(flat)
-        return map_nest(lambda _: next(values), self.row_spec["last_action"])
 
     def _difference(
         self, k: int, saved: dict[str, Any], replayed: Nest, rows: Nest

@@ -84,9 +84,7 @@ class _VectorEnvironments(Environments):
         last = first + len(self.envs) - 1
         steps = [progress.steps for progress in self._progress]
         when = f"step {max(steps) + 1}" if steps else "reset"
-        return (
-            f"envs {self._options.first_env_id} to {last} ({self._steps.name}) {when}"
-        )
+        return f"envs {first} to {last} ({self._steps.name}) {when}"
 
     def _where(self, k: int) -> str:
         return f"{self._options.first_env_id + k} ({self._steps.name})"
@@ -120,7 +118,13 @@ class _VectorSteps:
         self.vector = vector
         self._mode = _autoreset_mode(vector, self.name)
         self._is_envpool = _is_envpool(vector)
-        self._can_reset_some = _can_reset_some(vector, self._mode)
+        inner = vector.unwrapped
+        self._can_reset_some = (
+            self._mode is AutoresetMode.DISABLED
+            or self._is_envpool
+            or isinstance(inner, SyncVectorEnv | AsyncVectorEnv)
+            or _is_atari_vector_env(inner)
+        )
         if self._mode is AutoresetMode.NEXT_STEP and not self._can_reset_some:
             raise MakeError(
                 f"{self.name} resets an ended episode in its next step, too late for "
@@ -193,8 +197,7 @@ class _VectorSteps:
         return _at(observations, index), _info_at(infos, ("new_game",), index)
 
     def _reset(self, mask: np.ndarray) -> None:
-        result = self.vector.reset(options={"reset_mask": mask.copy()})
-        observations, infos = result
+        observations, infos = self.vector.reset(options={"reset_mask": mask.copy()})
         for index, k in enumerate(np.flatnonzero(mask)):
             # EnvPool returns the environments of the mask, all other libraries all K.
             self._resets[k] = (observations, infos, index if self._is_envpool else k)
@@ -266,16 +269,6 @@ def _autoreset_mode(vector: VectorEnv, name: str) -> AutoresetMode:
             f"metadata['autoreset_mode'], got {mode!r}"
         )
     return mode
-
-
-def _can_reset_some(vector: VectorEnv, mode: AutoresetMode) -> bool:
-    inner = vector.unwrapped
-    return (
-        mode is AutoresetMode.DISABLED
-        or isinstance(inner, SyncVectorEnv | AsyncVectorEnv)
-        or _is_atari_vector_env(inner)
-        or _is_envpool(vector)
-    )
 
 
 def _is_atari_vector_env(vector: Any) -> bool:

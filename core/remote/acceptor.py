@@ -20,6 +20,7 @@ import asyncio
 import collections
 import contextlib
 import errno
+import functools
 import logging
 import os
 import secrets
@@ -27,7 +28,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import ConfigError
@@ -259,7 +260,9 @@ class Acceptor:
             control.close()
             if machine.control is control:
                 machine.control = None
-        if machine.control is None and machine.join.machine in self._machines:
+        # Another `join` of this machine may have replaced the object `machine`.
+        is_known = self._machines.get(join.machine) is machine
+        if machine.control is None and is_known:
             log.log(
                 logging.INFO if said_goodbye else logging.WARNING,
                 "%s (%s) has left: %s",
@@ -278,13 +281,11 @@ class Acceptor:
         machine = self._machines[join.machine] = Machine(join, str(path))
         loop = asyncio.get_running_loop()
 
-        def factory(i: int) -> Callable[[], Connection]:
-            return lambda: Connection(lambda c: self._begin(machine, i, c))
-
         try:
             for i, name in enumerate(machine.sockets()):
+                begin = functools.partial(self._begin, machine, i)
                 listener = await loop.create_unix_server(
-                    factory(i), name, backlog=BACKLOG
+                    functools.partial(Connection, begin), name, backlog=BACKLOG
                 )
                 machine.listeners.append(listener)
         except OSError:

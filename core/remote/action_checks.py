@@ -35,14 +35,12 @@ def _limits(space: gym.Space) -> tuple[Any, Any]:
     if (limits := value_range(space)) is not None:
         return limits
     match space:
-        case gym.spaces.MultiBinary():
-            return 0, 1
         case gym.spaces.Box() if space.dtype.kind == "f":
             info = np.finfo(space.dtype)
             return info.min, info.max
         case gym.spaces.Box() if space.dtype.kind != "b":
             return space.low, space.high
-    return 0, 1  # Bools, viewed as bytes.
+    return 0, 1  # MultiBinary, and bools, which are viewed as bytes.
 
 
 def _check_action(

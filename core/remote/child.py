@@ -54,6 +54,8 @@ def start_process(command: Sequence[str]) -> subprocess.Popen:
 
 def end_process(name: str, process: subprocess.Popen) -> None:
     """End a process by SIGTERM, or, after END_S, by SIGKILL."""
+    if process.poll() is not None:
+        return  # By now another process may have its id.
     process.terminate()
     continue_if_stopped(name, process.pid)
     try:
@@ -176,7 +178,7 @@ def tell(*what: Any) -> None:
         os.write(sys.stdout.fileno(), json.dumps(["tell", *what]).encode() + b"\n")
 
 
-def run(main: Coroutine[Any, Any, None], folder: Path | None = None) -> int:
+def run(main: Coroutine[Any, Any, None], folder: Path) -> int:
     """Run until SIGTERM or the parent's end; return the exit status.
 
     Args:
@@ -195,7 +197,7 @@ def run(main: Coroutine[Any, Any, None], folder: Path | None = None) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return Exit.CONFIG
-    if is_orphan and folder is not None:
+    if is_orphan:
         shutil.rmtree(folder, ignore_errors=True)
     return Exit.DONE
 

@@ -52,8 +52,8 @@ class DialedIn:
                 flags.listen,
             )
         self._child = Child("The acceptor", command, self._handle)
-        self._child.start()
         try:
+            self._child.start()
             while not self.address:  # `check` raises if the acceptor cannot listen.
                 self._child.check()
                 time.sleep(LOOK_S)
@@ -113,7 +113,7 @@ class DialsOut:
         self._child: Child | None = None
         if flags.learner_address is None:
             return
-        tls.read(flags.tls_dir, is_server=True)  # Before anything has to be undone.
+        tls.read(flags.tls_dir, is_server=True)  # Raises before the folder exists.
         self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
         basename = f"{self._folder}/env"
         command = ["core.remote.dialer", "--learner_address", *flags.learner_address]

@@ -88,7 +88,7 @@ class Link:
                     await self._take_part()
                 except (OSError, asyncio.TimeoutError) as error:
                     refusals = refusals + 1 if isinstance(error, Refused) else 0
-                    text = f"{self._explain(error)}"
+                    text = self._explain(error)
                     if refusals == MAX_REFUSALS and not self._was_welcome:
                         raise ConfigError(text) from error
                     log.warning("%s; trying again", text)

@@ -124,7 +124,9 @@ class Server:
         with claim_address(self.address):
             umask = os.umask(0o177) if is_unix else None  # Only this user may connect.
             try:
-                if is_unix:  # First: a learner that finds no such socket takes gRPC's.
+                # Before gRPC's socket: a learner that finds gRPC's socket but not this
+                # one would use gRPC.
+                if is_unix:
                     self._local = LocalStreams(
                         self.address.removeprefix("unix:") + STREAMS_SUFFIX,
                         self._stream,

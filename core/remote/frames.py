@@ -15,7 +15,6 @@ import gymnasium as gym
 import numpy as np
 
 from core import rollout
-from core.errors import MakeError
 from core.nests import ArraySpec, Nest, leaves
 from core.remote.codec import I64, LEN, VARINT, decode, fields_of, tag, varint
 from core.remote.messages import (
@@ -26,7 +25,7 @@ from core.remote.messages import (
     ToServer,
     WireError,
 )
-from core.rollout import DTYPES, spec_of, value_range
+from core.rollout import spec_of, value_range
 
 # An observation may be a stack of frames if the length of its first axis is in
 # STACK_FRAMES and it has at least MIN_STACK_NBYTES. Comparing such arrays in each step
@@ -39,8 +38,6 @@ def arrays_of(spec: Nest, path: tuple[str | int, ...] = ()) -> tuple[Array, ...]
     """Return the arrays of a nest of `ArraySpec`, in the order of `nests.leaves`."""
     items: Any
     if isinstance(spec, ArraySpec):
-        if spec.dtype.name not in DTYPES:
-            raise MakeError(f"'{'/'.join(map(str, path))}' has dtype {spec.dtype}")
         return (Array(path, spec.dtype.name, spec.shape),)
     items = spec.items() if isinstance(spec, dict) else enumerate(spec)
     arrays = [array for key, sub in items for array in arrays_of(sub, (*path, key))]

@@ -62,8 +62,27 @@ def greet(
                 "s (--stall_timeout_s). Check the environment: python -m "
                 "core.environments.check ENV"
             )
-        addresses = servers.addresses
-        if not addresses:
+        if addresses := servers.addresses:
+            address = addresses[attempt % len(addresses)]
+            try:
+                return codec.decode_welcome(
+                    libtorchbeast.describe(
+                        address,
+                        info_keys=flags.info_keys,
+                        timeout_s=DESCRIBE_S,
+                        tls=pem_files,
+                    )
+                )
+            except messages.WireError as error:
+                raise ConfigError(f"{address}: {error}") from error
+            except libtorchbeast.ActorError as error:
+                reason = tls.diagnose(address, flags.tls_dir)
+                why = f"{error}; {reason}" if reason else str(error)
+                refusals[address] = refusals[address] + 1 if reason else 0
+                is_permanent = isinstance(error, libtorchbeast.ServerMismatch)
+                if is_permanent or refusals[address] == MAX_REFUSALS:
+                    raise ConfigError(why) from error
+        else:
             assert isinstance(servers, ServerList)
             why = servers.problem()
             if is_late and "cannot resolve" in why:
@@ -71,31 +90,10 @@ def greet(
                     f"{why}, for {flags.stall_timeout_s:g} s (--stall_timeout_s). "
                     "Check the name."
                 )
-            if time.monotonic() > say_at:
-                say_at = time.monotonic() + SAY_WAITING_S
-                log.log(level, "Waiting for an environment server: %s", why)
             time.sleep(EMPTY_S)
-            continue
-        address = addresses[attempt % len(addresses)]
-        try:
-            raw = libtorchbeast.describe(
-                address, info_keys=flags.info_keys, timeout_s=DESCRIBE_S, tls=pem_files
-            )
-            return codec.decode_welcome(raw)
-        except libtorchbeast.ServerUnavailable as error:
-            reason = tls.diagnose(address, flags.tls_dir)
-            text = f"{error}; {reason}" if reason else str(error)
-            refusals[address] = refusals[address] + 1 if reason else 0
-            if refusals[address] == MAX_REFUSALS:
-                raise ConfigError(text) from error
-            if time.monotonic() > say_at:
-                say_at = time.monotonic() + SAY_WAITING_S
-                log.log(level, "Waiting for an environment server: %s", text)
-        except libtorchbeast.ServerMismatch as error:
-            reason = tls.diagnose(address, flags.tls_dir)
-            raise ConfigError(f"{error}; {reason}" if reason else str(error)) from error
-        except messages.WireError as error:
-            raise ConfigError(f"{address}: {error}") from error
+        if time.monotonic() > say_at:
+            say_at = time.monotonic() + SAY_WAITING_S
+            log.log(level, "Waiting for an environment server: %s", why)
     raise AssertionError("the loop has no end")
 
 

@@ -132,7 +132,8 @@ class LocalStreams:
         with self._lock:
             self._is_stopping = True
             calls = dict(self._calls)
-        # First, since another server may take the path from now on.
+        # Before the listener closes. After that another server may create its socket
+        # here, which this would delete.
         with contextlib.suppress(OSError):
             os.unlink(self._path)
         with contextlib.suppress(OSError):  # Not on Linux.

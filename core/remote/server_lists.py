@@ -35,7 +35,7 @@ from core.running.supervise import raise_failures, start_thread
 log = logging.getLogger(__name__)
 
 ASK_S = 1.0  # Interval in which a source is read.
-DNS_S = 5.0  # Interval in which a name is resolved.
+DNS_S = 5.0  # Interval in which a name is resolved; ASK_S after an error.
 CLOSE_S = 1.0  # Time for a source that is just being read; DNS may take longer.
 MAX_FILE_BYTES = 1 << 20
 MAX_LOOKS = 5  # A file that changes in every read is used after as many reads.

@@ -18,7 +18,7 @@ from core.environments.faults import name_of
 from core.environments.stepping import Environments
 from core.errors import EnvSpecError
 from core.nests import Nest
-from core.remote import codec, frames, messages
+from core.remote import frames, messages
 from core.remote.messages import Action, Hello
 from core.remote.places import quote
 from core.rollout import row_spec, spec_of
@@ -96,9 +96,7 @@ class Service:
             self._observation_space: gym.Space = envs.observation_space
             self.action_space: gym.Space = envs.action_space
             self.name = options.name or name_of(envs.envs[0])
-        self._space_messages = _space_messages(envs)
         self._action_arrays = frames.arrays_of(spec_of(self.action_space))
-        frames.arrays_of(spec_of(self._observation_space))  # Raises MakeError.
 
     def make_environments(
         self, hello: Hello, clock: np.ndarray, *, num_envs: int | None = None
@@ -117,7 +115,8 @@ class Service:
 
     def check_spaces(self, envs: Environments) -> None:
         """Raise EnvSpecError if the spaces are not those that were described."""
-        if _space_messages(envs) != self._space_messages:
+        expected = (self._observation_space, self.action_space)
+        if (envs.observation_space, envs.action_space) != expected:
             raise EnvSpecError(
                 f"{self.name} has different spaces than when this server started: "
                 f"{envs.observation_space} and {envs.action_space}; expected "
@@ -174,13 +173,6 @@ class Service:
             action_arrays=self._action_arrays,
             options=tuple(messages.Option(*item) for item in options),
         )
-
-
-def _space_messages(envs: Environments) -> tuple[messages.Space, messages.Space]:
-    return (
-        codec.space_message(envs.observation_space),
-        codec.space_message(envs.action_space),
-    )
 
 
 @contextlib.contextmanager

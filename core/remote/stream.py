@@ -18,7 +18,7 @@ import numpy as np
 
 from core.environments.stepping import Environments, env_seed
 from core.errors import EnvError, EnvSpecError, EnvValueError
-from core.nests import Nest, map_nest
+from core.nests import unflatten
 from core.remote import codec, frames, messages
 from core.remote.action_checks import action_checks
 from core.remote.grpc_settings import grpc
@@ -70,12 +70,9 @@ class Stream:
             # No Failure message: the learner may try again any number of times.
             log.warning("Turned away %s: %s", self._who, error)
             self._set_status(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except WrongProtocol as error:
-            code = grpc.StatusCode.FAILED_PRECONDITION
-            yield from self._fail(code, str(error), permanent=True)
         except messages.WireError as error:
             yield from self._fail(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except EnvSpecError as error:
+        except (WrongProtocol, EnvSpecError) as error:
             code = grpc.StatusCode.FAILED_PRECONDITION
             yield from self._fail(code, str(error), permanent=True)
         except EnvValueError as error:  # A traceback has no line of the environment.
@@ -135,9 +132,9 @@ class Stream:
         steps = frames.Steps(
             step_arrays, service.num_envs, newest_frames=hello.newest_frames
         )
-        rows = itertools.cycle([_nest_of(arrays, spec) for arrays in steps.arrays])
+        rows = itertools.cycle([unflatten(arrays, spec) for arrays in steps.arrays])
         action = service.action_frame()
-        actions = _nest_of(action.arrays, spec_of(service.action_space))
+        actions = unflatten(action.arrays, spec_of(service.action_space))
         checks = action_checks(service.action_space, actions)
         clock = progress[1:]
 
@@ -186,11 +183,5 @@ def details(text: str) -> str:
 def _with_traceback(error: BaseException) -> str:
     """Return the text of `error`, then its traceback."""
     trace = "".join(traceback.format_exception(error))
-    name = "" if isinstance(error, EnvError) else type(error).__name__
-    return f"{name}{': ' * bool(name)}{error}\n\n{trace}"
-
-
-def _nest_of(arrays: list[np.ndarray], spec: Nest) -> Nest:
-    """Return the arrays of a frame as a nest with the structure of `spec`."""
-    values = iter(arrays)
-    return map_nest(lambda _: next(values), spec)
+    name = "" if isinstance(error, EnvError) else f"{type(error).__name__}: "
+    return f"{name}{error}\n\n{trace}"

@@ -105,9 +105,6 @@ class Servers:
     def __enter__(self) -> "Servers":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._close()
-
     def are_listening(self) -> bool:
         return all(slot.is_listening for slot in self.slots)
 
@@ -267,7 +264,7 @@ class Servers:
             slot.reason = f"its socket {path} was deleted"
             slot.process.terminate()
 
-    def _close(self) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """End all servers, and remove the files that killed servers leave behind."""
         processes = [s.process for s in self.slots if s.process is not None]
         for process in processes:

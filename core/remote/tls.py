@@ -155,7 +155,7 @@ def context(folder: str | None, *, is_server: bool) -> ssl.SSLContext | None:
 
 
 def describe(error: ssl.SSLError) -> str:
-    """Say what an error of such a context means, as the end of a sentence."""
+    """Say what the error of a TLS handshake means, as the end of a sentence."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate: {error.verify_message}{_advice(error.verify_message)}"
     reason = error.reason or str(error)
@@ -199,8 +199,6 @@ def diagnose(address: str, folder: str | None) -> str | None:
             # Now the server checks our certificate. It sends data if it accepts it.
             if connection.recv(1):
                 return None
-    except ssl.SSLCertVerificationError as error:
-        return f"its certificate: {error.verify_message}{_advice(error.verify_message)}"
     except ssl.SSLEOFError:
         return None  # The server may be ending.
     except ssl.SSLError as error:
@@ -208,7 +206,7 @@ def diagnose(address: str, folder: str | None) -> str | None:
             return None  # The server does not use TLS either.
         if error.reason == "WRONG_VERSION_NUMBER":
             return "it does not speak TLS: start it with --tls_dir"
-        return f"TLS: {error.reason or error}"
+        return describe(error)
     except (OSError, ValueError):  # ValueError: this can be no name of a host.
         return None
     return (

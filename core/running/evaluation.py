@@ -21,7 +21,7 @@ from core.action_spaces import check_spaces
 from core.environments.faults import describe
 from core.environments.stepping import Environments
 from core.errors import ConfigError, EnvError, MakeError
-from core.nests import Nest, map_nest
+from core.nests import Nest
 from core.running import checkpoint, common_flags, dashboard
 from core.running.randomness import seed_rng
 from core.running.unit import limit_calls
@@ -59,7 +59,7 @@ def play(
       ConfigError: the environment draws no pictures for a video.
     """
     assert len(envs.envs) == 1, len(envs.envs)
-    row = map_nest(lambda s: np.zeros((1, *s.shape), s.dtype), envs.row_spec)
+    row = envs.zero_rows()
     envs.reset(row)
     for number in range(num_games):
         lives: list[float] = []

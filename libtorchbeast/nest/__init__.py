@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nests: tuples, lists, namedtuples and dicts, any way into each other.
+"""Nests: tuples, lists, namedtuples and dicts that contain leaves or other nests.
 
-Several nests match if they have the same keys and lengths everywhere; a tuple matches
-a list.
+Every other object is a leaf. The order of the leaves is depth first, and the entries of
+a dict are sorted by key. Results have the types of the first argument; a namedtuple
+keeps its class.
 
-Whatever is none of these is a leaf. Leaves have an order: depth first, the entries of
-a dict by sorted key. Results are made of the same kinds; a namedtuple stays the
-namedtuple it was.
+Several nests match if they have the same keys and lengths at all levels. A tuple
+matches a list.
 
 Importable as `nest`, as users of TorchBeast know it, and as `libtorchbeast.nest`.
 Needs neither a compiler nor torch.

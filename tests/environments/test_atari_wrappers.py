@@ -82,7 +82,8 @@ def test_a_lost_life_ends_the_episode_where_gymnasium_says(game):
 
 
 def test_the_machado_protocol_plays_as_gymnasium_does_with_the_same_options():
-    options = atari_wrappers.protocol("machado", noop_max=30)  # Gymnasium needs some.
+    # Gymnasium needs some no-ops.
+    options = atari_wrappers.options_of({"atari_protocol": "machado", "noop_max": 30})
     ours = make_atari("FreewayNoFrameskip-v4", **options)
     theirs = gymnasium_stack(
         "ALE/Freeway-v5", repeat_action_probability=0.25, full_action_space=True
@@ -525,12 +526,12 @@ def test_observations_can_be_kept_and_written_into():
 
 
 def test_the_description_names_every_point_of_the_protocol():
-    assert atari_wrappers.describe(**atari_wrappers.protocol("impala")) == (
+    assert atari_wrappers.describe(**atari_wrappers.PROTOCOLS["impala"]) == (
         "no-ops <=30, fire reset, life loss ends an episode, skip 4 with max of the "
         "last 2, 84x84 grey, stack 4, the game's own actions, sticky 0.0, time limit "
         "108000 frames"
     )
-    assert atari_wrappers.describe(**atari_wrappers.protocol("machado")) == (
+    assert atari_wrappers.describe(**atari_wrappers.PROTOCOLS["machado"]) == (
         "no no-ops, no fire reset, only game over ends an episode, skip 4 with max of "
         "the last 2, 84x84 grey, stack 4, all 18 actions, sticky 0.25, time limit "
         "108000 frames"
@@ -543,14 +544,11 @@ def test_the_defaults_of_make_atari_are_the_impala_protocol():
         assert defaults[point] == value, point
 
 
-def test_a_protocol_takes_changes_of_its_points_only():
-    options = atari_wrappers.protocol("machado", sticky_actions=0.5)
-    assert options["sticky_actions"] == 0.5
-    assert atari_wrappers.PROTOCOLS["machado"]["sticky_actions"] == 0.25
-    with pytest.raises(ValueError, match="no clip_rewards"):
-        atari_wrappers.protocol("machado", clip_rewards=True)
-    with pytest.raises(ValueError, match="impala, machado"):
-        atari_wrappers.protocol("dopamine")
+def test_flags_change_the_options_of_a_protocol():
+    flags = {"atari_protocol": "machado", "sticky_actions": 0.5, "clip_rewards": True}
+    machado = atari_wrappers.PROTOCOLS["machado"]
+    assert atari_wrappers.options_of(flags) == {**machado, "sticky_actions": 0.5}
+    assert machado["sticky_actions"] == 0.25
 
 
 @pytest.mark.parametrize(

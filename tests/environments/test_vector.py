@@ -324,8 +324,8 @@ def test_ale_pys_own_vector_env_can_be_brought_along(mode):
         max_num_frames_per_episode=640,
     )
     ours = play(from_vector_env(vector, seed=SEED, info_keys=("lives",)), num_steps=331)
-    protocol = atari_wrappers.protocol(
-        "impala", noop_max=0, fire_reset=False, episodic_life=False, max_frames=640
+    protocol = atari_wrappers.PROTOCOLS["impala"] | dict(
+        noop_max=0, fire_reset=False, episodic_life=False, max_frames=640
     )
     wrappers = Environments(
         lambda: atari_wrappers.make_atari("BreakoutNoFrameskip-v4", **protocol),

@@ -522,6 +522,29 @@ def test_a_machine_that_comes_back_as_another_stays(play, monkeypatch):
     play(body)
 
 
+def test_a_machine_that_joins_again_with_more_servers_stays(play, monkeypatch):
+    monkeypatch.setattr(acceptor_module, "LEAVE_S", 0.0)
+
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        ends = []
+        for n in 1, 2:
+            ends.append(await asyncio.open_connection(*scene.address.split(":")))
+            join = f"torchbeast 1 plain\njoin {MACHINE} {n} twice\n"
+            ends[-1][1].write(join.encode())
+            path = await scene.joined(times=n)
+        (first, _), (second, writer) = ends
+        await first.read()  # Until it is closed.
+        writer.write(b"ping\n")
+        await second.readuntil(b"pong\n")
+        assert scene.told == [("joined", path, 1), ("left", path), ("joined", path, 2)]
+        assert len(acceptor_sockets(scene.folder)) == 2
+        for _, writer in ends:
+            writer.close()
+
+    play(body)
+
+
 def test_a_connection_that_ends_in_a_handshake_is_no_error(play, folders):
     async def body(scene: Scene) -> None:
         await scene.open(folders["learner"])

@@ -234,19 +234,6 @@ def test_equal_bounds_travel_as_one_number():
     assert (box.low, box.high) == (b"\x00", b"\xff")
 
 
-@pytest.mark.parametrize(
-    "space, said",
-    [
-        (gym.spaces.Text(5), "is a Text"),
-        (gym.spaces.Dict({1: gym.spaces.Discrete(2)}), "key 1"),
-        (gym.spaces.Box(0, 1, (2,), np.longdouble), "longdouble|float128"),
-    ],
-)
-def test_a_space_without_a_message_is_named(space, said):
-    with pytest.raises(ValueError, match=said):
-        codec.space_message(space)
-
-
 # ------------------------------------------------------------------ whatever comes in
 
 WELCOME = Welcome(

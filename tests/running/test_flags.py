@@ -529,7 +529,7 @@ MACHADO = monobeast.env_options(
         ("", {}),
         ("--no-full_action_space", {"full_action_space": False}),
         # A protocol that is named is that one, not a mixture of it and another.
-        ("--atari_protocol impala", atari_wrappers.protocol("impala")),
+        ("--atari_protocol impala", atari_wrappers.PROTOCOLS["impala"]),
     ],
 )
 def test_testing_plays_by_the_options_that_the_servers_told(

@@ -651,7 +651,7 @@ def test_testing_plays_by_the_protocol_that_the_servers_told(
     monkeypatch.setattr(atari_wrappers, "make_atari", make_atari)
     monkeypatch.setattr(evaluation, "test_run", test_run)
     assert polybeast.main(["--mode", "test", "--savedir", str(tmp_path)]) == Exit.DONE
-    protocol = atari_wrappers.protocol("machado", frame_skip=5)
+    protocol = {**atari_wrappers.PROTOCOLS["machado"], "frame_skip": 5}
     assert made == [("PongNoFrameskip-v4", {**protocol, "render_mode": None})]
 
 
