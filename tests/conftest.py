@@ -7,7 +7,9 @@ import functools
 import importlib
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,6 +49,16 @@ def ended(processes: Iterable[psutil.Process]) -> bool:
         except psutil.NoSuchProcess:
             pass
     return True
+
+
+def free_ports(n: int) -> int:
+    """Return the first of `n` consecutive free ports, below the ephemeral ones."""
+    while True:
+        first = random.randrange(20_000, 30_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + n):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def fill(fd: int) -> None:

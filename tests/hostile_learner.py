@@ -24,9 +24,10 @@ T, K = 5, 3  # Steps of a rollout, environments of a stream.
 MORE_STEPS = 50  # Of honest servers.
 
 
-def describe(address: str) -> dict[str, Any]:
+def describe(address: str, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
     try:
-        welcome = codec.decode_welcome(libtorchbeast.describe(address, timeout_s=0.1))
+        raw = libtorchbeast.describe(address, timeout_s=timeout_s)
+        welcome = codec.decode_welcome(raw)
     except (messages.WireError, libtorchbeast.ActorError) as error:
         return {"error": str(error)}
     return {"error": "", "env": welcome.env}
@@ -102,7 +103,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "describe" in request:
-            answer = describe(request.pop("describe"))
+            answer = describe(request.pop("describe"), **request)
         else:
             answer = play(request.pop("play"), **request)
         print(json.dumps(answer), flush=True)

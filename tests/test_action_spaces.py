@@ -2,8 +2,6 @@
 """Action masks: what is not allowed is never chosen, and has no gradient."""
 
 import re
-import subprocess
-import sys
 
 import gymnasium as gym
 import numpy as np
@@ -109,14 +107,6 @@ def test_a_mask_with_nothing_to_observe_is_refused():
         check_mask(space, spaces.Discrete(3))
 
 
-class Stuck(TicTacToe):
-    """Allows nothing in its second row."""
-
-    def step(self, action):
-        observation, *rest = super().step(action)
-        return {**observation, "action_mask": np.zeros(9, np.int8)}, *rest
-
-
 def first_rows(make_env):
     envs = Environments(make_env, 1, seed=0)
     rows = map_nest(lambda s: np.zeros((1, *s.shape), s.dtype), envs.row_spec)
@@ -125,35 +115,30 @@ def first_rows(make_env):
 
 
 def test_an_environment_that_allows_no_action_is_named():
-    envs, rows = first_rows(Stuck)
+    envs, rows = first_rows(bodies.Stuck)
     with pytest.raises(
         EnvValueError, match="env 0 .*action_mask.*at least one allowed"
     ):
         envs.step(np.array([4]), rows)
 
 
-def test_such_an_environment_ends_a_serial_run_in_one_line(tmp_path):
-    flags = ["--env", f"{__name__}:Stuck", "--serial", "--savedir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "monobeast", *flags],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == Exit.INTERNAL, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("EnvValueError: env 0 (Stuck) step")
-    assert "Traceback" not in done.stderr
+def test_such_an_environment_ends_a_serial_run_in_one_line(start):
+    program = start("--env", "tests.trainers.bodies:Stuck", "--serial")
+    assert program.wait() == Exit.INTERNAL, program.text()
+    last = program.text().splitlines()[-1]
+    assert last.startswith("EnvValueError: env 0 (Stuck) step")
+    assert "Traceback" not in program.text()
 
 
 def test_the_checker_obeys_masks_and_names_one_that_allows_nothing(capsys):
     for env in ("tests.trainers.bodies:masked", "examples.tictactoe:TicTacToe"):
         assert check.main([env, "--steps", "70"]) == 0, capsys.readouterr().out
-    assert check.main([f"{__name__}:Stuck", "--steps", "70"]) == 78
+    assert check.main(["tests.trainers.bodies:Stuck", "--steps", "70"]) == 78
     violation = "VIOLATION    step 1: 'observation/action_mask' allows no action"
     assert violation in capsys.readouterr().out
 
 
-class Cut(Stuck):
+class Cut(bodies.Stuck):
     """Ends by truncation: no action is executed in the row that allows none."""
 
     def step(self, action):

@@ -262,7 +262,7 @@ def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch, caplog):
             "simulator is out of coffee",
             True,
         ),
-        ("tests.test_action_spaces:Stuck", "at least one allowed", False),
+        ("tests.trainers.bodies:Stuck", "at least one allowed", False),
     ],
 )
 def test_an_actor_that_always_fails_ends_with_its_own_error(env, said, has_traceback):

@@ -545,18 +545,16 @@ def read_weights(weights, pipe):
     pipe.send(wrong)
 
 
-def test_readers_never_see_two_versions_mixed_and_a_killed_one_blocks_nobody():
-    # Both in one test: importing torch in two processes is what takes the time.
-    context = multiprocessing.get_context("spawn")
+def test_readers_never_see_two_versions_mixed_and_a_killed_one_blocks_nobody(_context):
     weights = SharedWeights(WEIGHT_SPECS)
     # Written from last to first and read from first to last: the two meet halfway.
     tensors = dict(reversed(tensors_full_of(0).items()))
     weights.publish(tensors, 0)
     pipes, processes = [], []
     for _ in range(2):
-        ours, theirs = context.Pipe()
+        ours, theirs = _context.Pipe()
         args = (weights, theirs)
-        process = context.Process(target=read_weights, args=args, daemon=True)
+        process = _context.Process(target=read_weights, args=args, daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)

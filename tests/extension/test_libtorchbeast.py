@@ -413,8 +413,7 @@ except libtorchbeast.ServerUnavailable as error:
     # Of each two, each one comes first.
     [
         ("torch", "grpc", "libtorchbeast"),
-        ("grpc", "libtorchbeast", "torch"),
-        ("libtorchbeast", "torch", "grpc"),
+        ("libtorchbeast", "grpc", "torch"),
     ],
     ids="-".join,
 )
@@ -764,8 +763,7 @@ except ImportError as error:
     assert "pip install -e ." in said
 
 
-@pytest.mark.parametrize("missing", ["PKG_CONFIG", "CXX"])
-@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("missing, required", [("PKG_CONFIG", False), ("CXX", True)])
 def test_build_without_a_compiler_or_grpc_fails_only_if_asked_to(
     tmp_path, missing, required
 ):
@@ -790,7 +788,7 @@ def test_build_without_a_compiler_or_grpc_fails_only_if_asked_to(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_signal_handler_that_raises_while_run_is_ending_raises_its_error():
+def test_a_signal_handler_that_raises_while_run_is_ending_raises_its_error(background):
     queue, batcher = BatchingQueue(), DynamicBatcher()
     pool = ActorPool(5, queue, batcher, [NO_SERVER], ())
 
@@ -798,10 +796,14 @@ def test_a_signal_handler_that_raises_while_run_is_ending_raises_its_error():
         queue.close()  # run() ends for this reason as well.
         raise KeyboardInterrupt
 
+    def send() -> None:
+        wait_until(pool.take_events)  # It runs: it could not connect.
+        os.kill(os.getpid(), signal.SIGALRM)
+
     before = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
         with pytest.raises(KeyboardInterrupt):
+            background(send)
             pool.run()
     finally:
         signal.signal(signal.SIGALRM, before)

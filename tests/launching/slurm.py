@@ -5,7 +5,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -135,6 +134,4 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
 
 def _cancel_all(cluster: Slurm) -> None:
     cluster.run("scancel", "--user=root")
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline and cluster.run("squeue", "-h"):
-        time.sleep(0.1)
+    wait_until(lambda: not cluster.run("squeue", "-h"))

@@ -5,6 +5,7 @@ Seen red: without `scontrol requeue` the job fails, and does not come back; with
 torchrun's --max_restarts it fails when a learner is killed.
 """
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.launching.slurm import require_slurm, running_slurm
-from tests.trainers.test_training import log_rows
+from tests.runs import log_rows, num_rows
 from tools import certs
 
 STEPS = 200_000
@@ -30,8 +31,8 @@ def slurm(tmp_path_factory):
 def submit(slurm, folder, nodes):
     """Run the one command that is documented, on nodes of this size; return the job."""
     assert certs.main(["--hosts", "servers", "--out", str(folder / "certs")]) == 0
-    flags = f"--savedir {folder} --total_steps {STEPS} --log_interval_s 1"
-    flags += " --checkpoint_interval_s 2"
+    flags = f"--savedir {folder} --total_steps {STEPS} --log_interval_s 0.2"
+    flags += " --checkpoint_interval_s 0.5"
     settings = {
         "XPID": "x",
         "ENV_FLAGS": "--env Catch",
@@ -62,10 +63,40 @@ def assert_finished(slurm, folder, job):
     assert slurm.run("squeue", "-h") == ""
 
 
+def learner_of(job, rank):
+    """Return the process of a learner, or None while there is none."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # It has ended.
+            variables = process.environ()
+            if (
+                "polybeast" in process.cmdline()
+                and variables.get("RANK") == rank
+                and variables.get("SLURM_JOB_ID") == job
+            ):
+                return process
+    return None
+
+
+def kill_learner(folder, job, rank):
+    """Kill a learner; wait until all nodes have started theirs again, and learn."""
+    output = folder / "output.txt"
+    wait_until(lambda: list(folder.glob("x/checkpoints/*")))
+    starts = output.read_text().count("goes on from step")
+    wait_until(lambda: learner_of(job, rank))
+    learner_of(job, rank).kill()
+    wait_until(lambda: output.read_text().count("goes on from step") > starts)
+    rows = num_rows(folder / "x")
+    wait_until(lambda: num_rows(folder / "x") > rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path, nodes):
+    """On two nodes each learner is killed before that, one after the other."""
     job = submit(slurm, tmp_path, nodes)
+    for rank in ("0", "1") if nodes == 2 else ():
+        kill_learner(tmp_path, job, rank)
+    assert slurm.describe(job)["Restarts"] == "0"
     slurm.run(
         "sbatch",
         "--partition=high",
@@ -78,20 +109,3 @@ def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path, nod
     wait_until(lambda: slurm.describe(job)["Restarts"] == "1")
     assert "Stopped by SIGTERM" in (tmp_path / "output.txt").read_text()
     assert_finished(slurm, tmp_path, job)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_killed_learner_makes_all_nodes_start_theirs_again(slurm, tmp_path, rank):
-    job = submit(slurm, tmp_path, nodes=2)
-    wait_until(lambda: list(tmp_path.glob("x/checkpoints/*")))
-    (learner,) = [
-        process
-        for process in psutil.process_iter()
-        if "polybeast" in process.cmdline()
-        and process.environ().get("RANK") == rank
-        and process.environ().get("SLURM_JOB_ID") == job
-    ]
-    learner.kill()
-    assert_finished(slurm, tmp_path, job)
-    assert slurm.describe(job)["Restarts"] == "0"

@@ -481,6 +481,7 @@ GARBAGE = {
 
 def test_garbage_is_refused_and_disturbs_nobody(play, monkeypatch):
     monkeypatch.setattr(acceptor_module, "LEAVE_S", 0.01)
+    monkeypatch.setattr(acceptor_module, "HELLO_S", 2 * DEADLINE_S)
 
     async def body(scene: Scene) -> None:
         await scene.open()
@@ -488,8 +489,8 @@ def test_garbage_is_refused_and_disturbs_nobody(play, monkeypatch):
             reader, writer = await asyncio.open_connection(*scene.address.split(":"))
             writer.write(data)
             with contextlib.suppress(ConnectionError):
-                while await asyncio.wait_for(reader.read(100), 4.0):
-                    pass  # Ends before HELLO_S, or this times out.
+                while await asyncio.wait_for(reader.read(100), DEADLINE_S):
+                    pass  # Ends long before HELLO_S, or this times out.
             writer.close()
         assert "\x1b" not in scene.log and "Internal error" not in scene.log
         scene.join(await scene.echo("a"))

@@ -25,6 +25,7 @@ from core.nests import map_nest
 from core.remote import codec, env_server, local_streams, messages, places
 from core.running.supervise import start_thread
 from tests import counting_env
+from tests.conftest import wait_until
 from tests.env_client import EnvClient, Goodbye, RawStream, ServerFailure, play
 
 DEADLINE_S = 60.0
@@ -188,13 +189,17 @@ def test_a_learner_that_vanishes_leaves_its_place(serve):
 
 
 def wait_for_a_place(address) -> LocalClient:
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
+    clients = []
+
+    def has_a_place() -> bool:
         try:
-            return LocalClient(address)
+            clients.append(LocalClient(address))
         except EOFError as error:
-            assert "busy" in str(error) and time.monotonic() < deadline
-            time.sleep(0.01)
+            assert "busy" in str(error)
+        return bool(clients)
+
+    wait_until(has_a_place)
+    return clients[0]
 
 
 def test_a_message_that_is_too_long_ends_its_stream(serve):
@@ -286,8 +291,7 @@ def test_a_stream_in_a_step_says_goodbye(serve, monkeypatch):
 
     def stop_and_step(env, action):
         server.stop("the end")
-        while server.places.goodbye is None:
-            time.sleep(0.001)
+        wait_until(lambda: server.places.goodbye is not None)
         return step(env, action)
 
     monkeypatch.setattr(counting_env.CountingEnv, "step", stop_and_step)

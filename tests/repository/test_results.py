@@ -74,9 +74,11 @@ def test_a_claim_has_command_commit_versions_raw_data_and_figure(claim):
     ],
 )
 def test_a_settings_file_is_what_its_results_were_trained_with(file, claim):
-    for path in (RESULTS / claim).glob("*/meta.json"):
-        used = json.loads(path.read_text())["flags"]
-        flags = vars(monobeast.parse_flags([f"@settings/{file}.txt"]))
+    paths = list((RESULTS / claim).glob("*/meta.json"))
+    assert paths
+    usual = vars(monobeast.parse_flags([f"@settings/{file}.txt"]))
+    for path in paths:
+        used, flags = json.loads(path.read_text())["flags"], dict(usual)
         if used["env"] == "Pendulum-v1":
             flags["discounting"] = 0.9
         for name in ALGORITHM:

@@ -47,3 +47,10 @@ def test_a_trace_that_torch_cannot_write_is_not_called_written(fault, tmp_path, 
     (record,) = caplog.records
     said = f"torch could not write {path}: no folder, or no space?"
     assert record.getMessage() == said
+
+
+def test_a_run_that_is_too_short_for_a_trace_says_so(tmp_path, caplog):
+    with Trace(tmp_path / "trace.json") as trace:
+        trace.tick(0)
+    assert "Too few updates for a trace" in caplog.text
+    assert not (tmp_path / "trace.json").exists()

@@ -12,6 +12,14 @@ spaces = gym.spaces
 INF = np.inf
 
 
+class Stuck(mask):
+    """Allows nothing in its second row."""
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        return {**observation, "action_mask": np.zeros(9, np.int8)}, *rest
+
+
 class Body(gym.Env):
     """Observes noise and the sum of the last action; ends after 5 steps."""
 

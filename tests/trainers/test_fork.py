@@ -115,9 +115,10 @@ EDITS = {
     "self.baseline": "self.critic",
 }
 MAKE = "make(flags.env, render_mode=render_mode)"
-# Those that look into a network, but for many alike.
+# Those that look into a network, but for many alike, and for whole programs.
 TESTS = ["tests/running/test_run.py", "tests/test_action_spaces.py"]
-TESTS += ["tests/algorithm/test_normalization.py", "-k", "not strangers"]
+TESTS += ["tests/algorithm/test_normalization.py"]
+TESTS += ["-k", "not strangers and not such_an_environment and not such_a_column"]
 
 
 @pytest.mark.slow
@@ -150,14 +151,20 @@ def test_a_fork_learns_minatar_and_plays_it(fork):
     assert json.loads(played.splitlines()[-1])["mean_return"] >= 2  # 10 games only.
 
 
+TWICE = """
+import sys, monobeast
+for total_steps in ("4_000", "8_000"):
+    assert monobeast.main([*sys.argv[1:], "--total_steps", total_steps]) == 0
+"""
+
+
 def test_a_fork_s_loss_has_a_flag_a_column_and_a_parameter_group(explorer):
     """And the run goes on from a checkpoint."""
-    monobeast = [sys.executable, "-m", "monobeast", "--savedir", explorer / "runs"]
+    monobeast = [sys.executable, "-c", TWICE, "--savedir", explorer / "runs"]
     monobeast += ["--env", "Catch", "--xpid", "new", "--serial"]
     monobeast += ["--log_interval_s", "0"]
     monobeast += ["--learning_rate", "0.001", "--bonus", "0.5"]
-    run(*monobeast, "--total_steps", "4_000", cwd=explorer)
-    run(*monobeast, "--total_steps", "8_000", cwd=explorer)
+    run(*monobeast, cwd=explorer)
     with open(explorer / "runs" / "new" / "logs.csv", newline="") as file:
         novelty = [float(row["novelty"]) for row in csv.DictReader(file)]
     assert 0 < novelty[-1] < novelty[0]

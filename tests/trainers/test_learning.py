@@ -153,10 +153,6 @@ def test_memory_is_learned_with_a_recurrent_state(train):
     assert train(*MEMORY, "--serial", "--use_lstm") >= 0.9
 
 
-def test_memory_stays_near_chance_without_a_recurrent_state(train):
-    assert -0.4 <= train(*MEMORY, "--serial") <= 0.4
-
-
 def test_memory_is_learned_with_the_state_that_the_actor_pool_keeps(train):
     assert train(*MEMORY, "--use_lstm", module="polybeast") >= 0.9
 

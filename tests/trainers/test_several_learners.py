@@ -13,8 +13,8 @@ from core.remote.env_server import Server
 from core.running import checkpoint
 from tests.conftest import DEADLINE_S, wait_until
 from tests.normalization_flags import obeyed
+from tests.runs import log_rows, num_rows
 from tests.trainers.several import start_learners
-from tests.trainers.test_training import log_rows
 
 T = 5
 FLAGS = ["--env", "Catch", "--batch_size", 4, "--unroll_length", T, "--xpid", "x"]
@@ -47,29 +47,25 @@ def test_two_serial_learners_are_bitwise_the_same_from_run_to_run(start, tmp_pat
 
 
 def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_path):
-    csv = tmp_path / "runs" / "x" / "logs.csv"
-
-    def num_rows():
-        return csv.read_text().count("\n") if csv.exists() else 0
-
+    run_dir = tmp_path / "runs" / "x"
     for victim in (1, 0):
         programs = start_learners(start, *FLAGS, *MONOBEAST, "--total_steps", 10**7)
-        before = num_rows()
-        wait_until(lambda: num_rows() > before + 3)  # noqa: B023
+        before = num_rows(run_dir)
+        wait_until(lambda: num_rows(run_dir) > before + 3)  # noqa: B023
         os.kill(programs[victim].pid, signal.SIGTERM)
         assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
         assert (victim == 1) == ("Stopped by another learner" in programs[0].text())
         found = newest(tmp_path)
         # The last row has all learners' games; none was lost or counted twice.
         games = found.state["learner"]["episodes"]["games"]
-        assert int(log_rows(csv.parent)[-1]["games"]) == games
-    assert len(list((tmp_path / "runs" / "x" / "checkpoints").glob("step-*"))) == 2
+        assert int(log_rows(run_dir)[-1]["games"]) == games
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 2
     # Two starts have ended, each in the middle of the games of 8 environments.
     assert found.step / 9 - 2 * 8 <= games <= found.step / 9
 
     alone = start(*FLAGS, *MONOBEAST, "--total_steps", found.step + STEPS)
     assert alone.wait() == 0, alone.text()
-    steps = [int(row["step"]) for row in log_rows(csv.parent)]
+    steps = [int(row["step"]) for row in log_rows(run_dir)]
     assert steps == sorted({*steps})
     assert steps[-1] >= found.step + STEPS
 

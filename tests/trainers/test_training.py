@@ -2,7 +2,6 @@
 """Training runs as processes: bit-equal, killed, stopped, broken, resumed, tested."""
 
 import contextlib
-import csv
 import json
 import os
 import random
@@ -16,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -26,9 +24,11 @@ import monobeast
 import polybeast
 from core.algorithm.update import Learner
 from core.environments import toys
-from core.running import checkpoint, precision, run
+from core.running import precision, run
+from tests import wrong_env
 from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 from tests.normalization_flags import obeyed
+from tests.runs import load, log_rows, num_rows
 from tools.nemesis import programs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,6 +39,7 @@ BATCH = 4 * 5  # Steps per update.
 SERIAL = ["--serial", *SIZES, "--log_interval_s", 0]
 # Forked actors start in no time; other start methods are tested where they matter.
 ASYNC = [*SIZES, "--start_method", "fork", "--log_interval_s", 0]
+UPDATE = Learner.update  # Environments below replace it, each time one is made.
 
 
 def main(argv):
@@ -54,75 +55,11 @@ def main(argv):
 # ------------------------------------------------------------- environments for --env
 
 
-class Wrong(toys.Catch):
-    """Catch, but for what `step` does."""
-
-    def __init__(self, step) -> None:
-        super().__init__()
-        self._wrong_step = step
-
-    def step(self, action):
-        return self._wrong_step(super().step(action))
-
-
-def raising_env():
-    def step(result):
-        raise OSError("the simulator is out of coffee")
-
-    return Wrong(step)
-
-
 def misshapen_env():
-    return Wrong(lambda result: (result[0][:7], *result[1:]))
-
-
-def nan_env():
-    """Observations that are not finite: no action can be sampled."""
-    return Wrong(lambda result: (result[0] * np.nan, *result[1:]))
-
-
-def boundless_env():
-    """Rewards whose squares are not finite, when they are not clipped."""
-    return Wrong(lambda result: (result[0], 1e30, *result[2:]))
-
-
-def hanging_env():
-    def hang_forever(result):
-        os.write(1, b"about to hang\n")
-        while True:
-            time.sleep(1000)  # Until killed.
-
-    return Wrong(hang_forever)
-
-
-def suspicious_env():
-    """Catch in a process that notices when anything is unpickled."""
-
-    def notice(event: str, args: tuple) -> None:
-        if event == "pickle.find_class":
-            os.write(2, f"unpickled {args}\n".encode())
-
-    sys.addaudithook(notice)
-    return toys.Catch()
+    return wrong_env.Wrong(lambda result: (result[0][:7], *result[1:]))
 
 
 # ---------------------------------------------------------------------------- helpers
-
-
-def load(run_dir: Path) -> checkpoint.Checkpoint:
-    found = checkpoint.load(run_dir / "checkpoints")
-    assert found is not None, f"no checkpoint in {run_dir}"
-    return found
-
-
-def log_rows(run_dir: Path) -> list[dict[str, str]]:
-    with open(run_dir / "logs.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def num_rows(run_dir: Path) -> int:
-    path = run_dir / "logs.csv"
-    return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -400,9 +337,7 @@ def test_a_stopped_run_goes_on_with_its_step_best_and_recent_returns(start, tmp_
 
 
 def test_a_second_signal_ends_the_run_at_once(start, tmp_path):
-    program = start(
-        *ASYNC, "--env", "tests.trainers.test_training:hanging_env", "--xpid", "x"
-    )
+    program = start(*ASYNC, "--env", "tests.wrong_env:make_hanging", "--xpid", "x")
     program.wait_for_text("about to hang")  # So draining takes its second.
     family = program.family()
     program.terminate_insistently()
@@ -411,7 +346,7 @@ def test_a_second_signal_ends_the_run_at_once(start, tmp_path):
     wait_until(lambda: ended(family))
 
 
-@pytest.mark.parametrize("env", ["Catch", "tests.trainers.test_training:hanging_env"])
+@pytest.mark.parametrize("env", ["Catch", "tests.wrong_env:make_hanging"])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_no_process_outlives_a_killed_run(start, tmp_path, method, env):
     flags = [*ASYNC, "--start_method", method, "--num_actors", 2]
@@ -443,7 +378,7 @@ def test_both_programs_train_and_go_on_when_called_from_python(start, tmp_path):
 def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(
     start, tmp_path
 ):
-    env = "tests.trainers.test_training:raising_env"
+    env = "tests.wrong_env:make_raising"
     # Four restarts: a fork server has torch imported.
     fast = ("--start_method", "forkserver", "--num_actors", 1)
     program = start(*ASYNC, *fast, "--env", env, "--xpid", "x")
@@ -456,7 +391,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(
 
 
 def test_an_environment_that_raises_in_lock_step_ends_the_run_too(start, tmp_path):
-    env = "tests.trainers.test_training:raising_env"
+    env = "tests.wrong_env:make_raising"
     program = start(*SERIAL, "--env", env, "--xpid", "x")
     assert program.wait() == 70, program.text()
     assert "OSError: the simulator is out of coffee" in program.text()
@@ -475,16 +410,15 @@ def test_an_environment_that_breaks_its_spec_is_told_what_was_expected(start, fl
     assert "Traceback" not in program.text()
 
 
-@pytest.mark.parametrize("env", ["Catsh", "tests.counting_env:mak", "no.such:env"])
-def test_an_unknown_environment_is_one_line_not_a_traceback(start, env):
-    program = start(*ASYNC, "--env", env, "--xpid", "x")
+def test_an_unknown_environment_is_one_line_not_a_traceback(start):
+    program = start(*ASYNC, "--env", "Catsh", "--xpid", "x")
     assert program.wait() == 78, program.text()
-    assert f"--env {env}" in program.text()
+    assert "--env Catsh" in program.text()
     assert "Traceback" not in program.text()
 
 
 def test_losses_that_are_not_finite_stop_the_run_and_spare_the_weights(start, tmp_path):
-    env = "tests.trainers.test_training:boundless_env"
+    env = "tests.wrong_env:make_boundless"
     program = start(*ASYNC, "--env", env, "--reward_clipping", "none", "--xpid", "x")
     assert program.wait() == 70, program.text()
     assert "FloatingPointError: 10 updates in a row" in program.text()
@@ -497,9 +431,7 @@ def test_losses_that_are_not_finite_stop_the_run_and_spare_the_weights(start, tm
 
 
 def test_observations_that_are_not_finite_are_named_as_the_cause(start, tmp_path):
-    program = start(
-        *SERIAL, "--env", "tests.trainers.test_training:nan_env", "--xpid", "x"
-    )
+    program = start(*SERIAL, "--env", "tests.wrong_env:make_nan", "--xpid", "x")
     assert program.wait() == 70, program.text()
     assert "FloatingPointError: no action can be sampled" in program.text()
     assert "check the environment's observations" in program.text()
@@ -507,7 +439,7 @@ def test_observations_that_are_not_finite_are_named_as_the_cause(start, tmp_path
 
 
 def test_an_environment_that_hangs_ends_the_run_with_every_stack(start, tmp_path):
-    env = "tests.trainers.test_training:hanging_env"
+    env = "tests.wrong_env:make_hanging"
     program = start(*ASYNC, "--env", env, "--stall_timeout_s", 2, "--xpid", "x")
     program.wait_for_text("about to hang")
     family = program.family()
@@ -587,12 +519,7 @@ def test_nothing_is_trained_or_overwritten_when_every_checkpoint_is_spoiled(
     "flags, old, new",
     [
         (("--env", "Memory"), "Catch", "Memory"),
-        (("--env", "Catch", "--model", "mlp"), "auto", "mlp"),
-        (("--env", "Catch", "--use_lstm"), "False", "True"),
         (("--env", "Catch", "--seed", 4), "3", "4"),
-        (("--env", "Catch", "--num_actors", 2), "3", "2"),
-        (("--env", "Catch", "--envs_per_actor", 4), "2", "4"),
-        (("--env", "Catch", "--info_keys", "half"), "()", "('half',)"),
     ],
 )
 def test_a_run_does_not_go_on_as_another(start, trained, flags, old, new):
@@ -607,15 +534,6 @@ def test_a_run_does_not_go_on_as_another(start, trained, flags, old, new):
     assert {k: v for k, v in before.items() if "step-" in k} == {
         k: v for k, v in after.items() if "step-" in k
     }
-
-
-def test_an_asynchronous_run_does_not_go_on_in_lock_step(start, tmp_path):
-    flags = ["--env", "Catch", "--xpid", "x"]
-    program = start(*ASYNC, *flags, "--total_steps", 100)
-    assert program.wait() == 0, program.text()
-    program = start(*SERIAL, *flags, "--total_steps", 200)
-    assert program.wait() == 78, program.text()
-    assert "--serial is True but run x was trained with False" in program.text()
 
 
 def test_a_full_disk_is_survived_while_training_and_fatal_at_the_end(start, tmp_path):
@@ -729,14 +647,13 @@ def test_a_log_that_hangs_stops_neither_training_nor_checkpoints(start, tmp_path
 def stuck_learner_env():
     """Catch in a process whose learner thread hangs once there is a checkpoint."""
     monobeast.LEARNER_JOIN_S = run.LOCK_S = 0.1
-    update = Learner.update
 
     def hang_with_the_lock(learner, *args):
         if checkpoints(Path(learner.flags.savedir) / learner.flags.xpid):
             with learner.lock:
                 os.write(2, b"about to hang\n")
                 time.sleep(1e6)
-        update(learner, *args)
+        UPDATE(learner, *args)
 
     Learner.update = hang_with_the_lock
     return toys.Catch()
@@ -757,11 +674,11 @@ def test_a_learner_that_hangs_with_the_lock_does_not_hold_up_the_end(start, tmp_
     load(tmp_path / "runs" / "x")  # One from before that.
 
 
-@pytest.mark.parametrize("env", ["make_hanging", "make_hanging_in_c"])
-def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path, env):
+def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path):
     program = start(
         *ASYNC,
-        *("--env", f"tests.fault_env:{env}", "--xpid", "x", "--env_step_timeout_s", 1),
+        *("--env", "tests.fault_env:make_hanging_in_c", "--xpid", "x"),
+        *("--env_step_timeout_s", 1),
         *("--total_steps", 240),  # More than the first three actors live to make.
     )
     assert program.wait() == 0, program.text()
@@ -796,20 +713,22 @@ def test_an_environment_that_hangs_in_the_programs_own_process_ends_it(start):
         assert re.search(rf"fault_env.py.*in {function}", program.text())
 
 
-@pytest.mark.parametrize("call", ["constructor", "reset", "step", "close"])
-def test_each_call_of_an_environment_has_its_limit_in_lock_step_too(
-    start, tmp_path, call
-):
-    program = start(
-        *(*SERIAL, "--env", f"tests.fault_env:make_hanging_later_in_{call}"),
-        *("--env_step_timeout_s", 1, "--total_steps", 2 * BATCH, "--xpid", "x"),
-    )
-    assert program.wait() == 70, program.text()
-    text = program.text()
-    assert "One call of the environment has taken 1 s (--env_step_timeout_s)" in text
-    assert re.search(r"fault_env.py.* in _hang", text)
-    if call == "close":  # What was learned is safe by then.
-        assert load(tmp_path / "runs" / "x").step == 2 * BATCH
+def test_each_call_of_an_environment_has_its_limit_in_lock_step_too(start, tmp_path):
+    programs = {
+        call: start(
+            *(*SERIAL, "--env", f"tests.fault_env:make_hanging_later_in_{call}"),
+            *("--env_step_timeout_s", 1, "--total_steps", 2 * BATCH, "--xpid", call),
+        )
+        for call in ("constructor", "reset", "step", "close")
+    }
+    for call, program in programs.items():
+        assert program.wait() == 70, program.text()
+        text = program.text()
+        said = "One call of the environment has taken 1 s (--env_step_timeout_s)"
+        assert said in text, call
+        assert re.search(r"fault_env.py.* in _hang", text), call
+    # What was learned is safe by then.
+    assert load(tmp_path / "runs" / "close").step == 2 * BATCH
 
 
 def test_a_call_that_holds_the_gil_has_its_limit_in_lock_step_too(start):
@@ -857,21 +776,6 @@ def test_a_run_that_is_in_progress_is_not_started_again(start, tmp_path):
     assert second.wait() == 78
     assert f"is in use by process {first.pid} on " in second.text()
     assert first.is_alive()
-
-
-def test_a_run_unpickles_nothing(start, tmp_path):
-    flags = [
-        *SERIAL,
-        "--env",
-        "tests.trainers.test_training:suspicious_env",
-        "--xpid",
-        "x",
-    ]
-    for total_steps in (100, 200):
-        program = start(*flags, "--total_steps", total_steps)
-        assert program.wait() == 0, program.text()
-        assert "unpickled" not in program.text()
-    assert "goes on from step 100" in program.text()
 
 
 # --------------------------------------------------------------------------- test mode
@@ -963,12 +867,11 @@ def test_test_mode_of_an_unknown_run_says_what_to_name(start):
 
 def slow_learner_env():
     """Catch in a process whose first update takes longer than --stall_timeout_s."""
-    update = Learner.update
 
     def update_slowly(learner, *args):
         if learner.updates == 0:
             time.sleep(2 * learner.flags.stall_timeout_s)
-        update(learner, *args)
+        UPDATE(learner, *args)
 
     Learner.update = update_slowly
     return toys.Catch()

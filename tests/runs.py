@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the folder of a run, which may be in progress."""
+
+import csv
+from pathlib import Path
+
+from core.running import checkpoint
+
+
+def load(run_dir: Path) -> checkpoint.Checkpoint:
+    """Return the newest checkpoint."""
+    found = checkpoint.load(run_dir / "checkpoints")
+    assert found is not None, f"no checkpoint in {run_dir}"
+    return found
+
+
+def log_rows(run_dir: Path) -> list[dict[str, str]]:
+    """Return the whole rows of the log, without one that is being written."""
+    text = (run_dir / "logs.csv").read_text()
+    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+
+
+def num_rows(run_dir: Path) -> int:
+    path = run_dir / "logs.csv"
+    return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0
