@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from core import ranks
@@ -83,11 +84,21 @@ def number(low: float, high: float = math.inf) -> Callable[[str], float]:
     return parse
 
 
+def folder_path(text: str) -> str:
+    """Parse the path of a folder, which may begin with ~, for `type=`."""
+    try:
+        return str(Path(text).expanduser())
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a folder, got {text!r}: {error} Write the path without ~."
+        ) from None
+
+
 def names(text: str) -> tuple[str, ...]:
-    """Parse a comma list of names of columns in logs.csv, for `type=`."""
+    """Parse a comma-separated list of names of columns in logs.csv, for `type=`."""
     if re.search('[\n\r"]', text):
         raise argparse.ArgumentTypeError(
-            f"expected names without quotes and line breaks, got {text!r}"
+            f"expected names without double quotes or line breaks, got {text!r}"
         )
     result = tuple(name for name in text.split(",") if name)
     for name in result:

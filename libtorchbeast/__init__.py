@@ -13,8 +13,8 @@ that wait.
 Inputs and outputs are nests (see `libtorchbeast.nest`) of arrays. Inputs are torch
 tensors on the CPU, or numpy arrays, of booleans, integers, float16, float32, float64 or
 bfloat16. Other inputs raise a TypeError that names the leaf. Inputs are not copied, so
-do not change them afterwards. (Arrays that are not contiguous and read-only numpy
-arrays are copied.) Outputs are torch tensors, or numpy arrays if torch is not
+do not change them afterwards. (Read-only numpy arrays, and arrays that are not
+contiguous, are copied.) Outputs are torch tensors, or numpy arrays if torch is not
 installed. The memory of a batch is reused after its last tensor was deleted.
 
 A call that blocks releases the GIL. In the main thread Ctrl-C ends the call.

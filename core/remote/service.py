@@ -114,7 +114,7 @@ class Service:
             )
 
     def check_spaces(self, envs: Environments) -> None:
-        """Raise EnvSpecError if the spaces are not those that were described."""
+        """Raise EnvSpecError if the spaces do not equal those that were described."""
         expected = (self._observation_space, self.action_space)
         if (envs.observation_space, envs.action_space) != expected:
             raise EnvSpecError(

@@ -154,12 +154,16 @@ def context(folder: str | None, *, is_server: bool) -> ssl.SSLContext | None:
     return result
 
 
+# What TLS's alerts about the other side's certificate have in their names.
+CERTIFICATE_ALERTS = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED", "DECRYPT_ERROR")
+
+
 def describe(error: ssl.SSLError) -> str:
     """Say what the error of a TLS handshake means, as the end of a sentence."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate: {error.verify_message}{_advice(error.verify_message)}"
     reason = error.reason or str(error)
-    if "ALERT" in reason:
+    if "ALERT" in reason and any(word in reason for word in CERTIFICATE_ALERTS):
         return (
             f"it refuses this side's certificate ({reason}): its ca.pem is of another "
             "CA, or one of the clocks is wrong"

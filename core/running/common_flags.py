@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from core import ranks
-from core.flag_types import int_at_least, names, number, to_argv
+from core.flag_types import folder_path, int_at_least, names, number, to_argv
 from core.rollout import new_rollouts
 from core.running import folder
 from core.running.machine import num_cores
@@ -42,7 +42,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--savedir",
-        type=os.path.expanduser,
+        type=folder_path,
         default="~/logs/torchbeast",
         help="folder that holds the runs",
     )

@@ -5,6 +5,7 @@ Needs TensorBoard's protocol buffers only, not its server.
 """
 
 import contextlib
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def show_video(path: Path, step: int) -> None:
     import imageio.v2 as imageio
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
     film: Any = imageio.get_reader(path)
     with contextlib.closing(film):
@@ -92,7 +93,12 @@ def show_video(path: Path, step: int) -> None:
     height, width = frames[0].shape[:2]
     picture = Summary.Image(height=height, width=width, encoded_image_string=gif)
     value = Summary.Value(tag="video", image=picture)
-    summary = Summary(value=[value])
-    events = EventFileWriter(str(path.parent))
-    events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-    events.close()
+    name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+    with (path.parent / name).open("wb") as file:
+        events = RecordWriter(file)
+        for event in (
+            Event(file_version="brain.Event:2"),
+            Event(step=step, summary=Summary(value=[value])),
+        ):
+            event.wall_time = time.time()
+            events.write(event.SerializeToString())

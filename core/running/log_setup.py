@@ -16,9 +16,6 @@ from core import ranks
 from core.running.log_file import LogFile, report_lost
 from core.running.supervise import Repeats
 
-log = logging.getLogger(__name__)
-
-
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
@@ -80,7 +77,8 @@ def setup_logging(run_dir: Path | None) -> Iterator[None]:
         yield
     except Exception as error:
         text = "".join(traceback.format_exception(error)).rstrip()
-        entry = {"levelno": logging.ERROR, "levelname": "ERROR", "msg": text}
+        entry = {"name": __name__, "levelno": logging.ERROR, "levelname": "ERROR"}
+        entry["msg"] = text
         for handler in handlers[1:]:  # The program prints it to the terminal itself.
             handler.handle(logging.makeLogRecord(entry))
         raise

@@ -238,7 +238,7 @@ class RunLog:
             )
         elif self._warned and not failed:
             log.info(
-                "Writing to %s works again. Rows that waited: %d, rows lost: %d.",
+                "Writing to %s works again. Rows that waited: %d, lost so far: %d.",
                 self._run_dir,
                 self._failed_writes,
                 max(file.lost for file in files),

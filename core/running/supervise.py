@@ -29,8 +29,8 @@ from core.running.signals import Pauses, dump_stacks, pausable
 log = logging.getLogger(__name__)
 
 
-# Extra time for a main loop that a busy machine delays: killed here, the program cannot
-# write a last checkpoint.
+# Extra time for a main loop that a busy machine delays: a program that is killed for
+# this writes no last checkpoint.
 HANG_GRACE_S = 60.0
 
 

@@ -158,7 +158,9 @@ def test_closed_actors_leave_no_thread():
     """With a second thread, the next actors of this process could not be forked."""
     with Pool(make_flags("Catch")) as pool:
         pool.next_rollout()
-    assert "children's output" not in [thread.name for thread in threading.enumerate()]
+    wait_until(
+        lambda: all(t.name != "children's output" for t in threading.enumerate())
+    )
 
 
 def test_while_the_fork_server_imports_nobody_waits(monkeypatch):

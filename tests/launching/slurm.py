@@ -125,11 +125,13 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
             )
             yield cluster
         finally:
-            if len(daemons) == 4:
-                _cancel_all(cluster)
-            for daemon in reversed(daemons):
-                daemon.terminate()
-                daemon.wait(DEADLINE_S)
+            try:
+                if len(daemons) == 4:
+                    _cancel_all(cluster)
+            finally:
+                for daemon in reversed(daemons):
+                    daemon.terminate()
+                    daemon.wait(DEADLINE_S)
 
 
 def _cancel_all(cluster: Slurm) -> None:

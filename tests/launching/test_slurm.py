@@ -63,8 +63,9 @@ def assert_finished(slurm, folder, job):
     assert slurm.run("squeue", "-h") == ""
 
 
-def learner_of(job, rank):
-    """Return the process of a learner, or None while there is none."""
+def learners_of(job, rank):
+    """Return the learner's process in a list, which is empty while there is none."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # It has ended.
             variables = process.environ()
@@ -73,17 +74,18 @@ def learner_of(job, rank):
                 and variables.get("RANK") == rank
                 and variables.get("SLURM_JOB_ID") == job
             ):
-                return process
-    return None
+                found.append(process)
+    return found
 
 
 def kill_learner(folder, job, rank):
     """Kill a learner; wait until all nodes have started theirs again, and learn."""
     output = folder / "output.txt"
-    wait_until(lambda: list(folder.glob("x/checkpoints/*")))
+    wait_until(lambda: list(folder.glob("x/checkpoints/step-*")))
     starts = output.read_text().count("goes on from step")
-    wait_until(lambda: learner_of(job, rank))
-    learner_of(job, rank).kill()
+    found = []
+    wait_until(lambda: found.extend(learners_of(job, rank)) or found)
+    found[0].kill()
     wait_until(lambda: output.read_text().count("goes on from step") > starts)
     rows = num_rows(folder / "x")
     wait_until(lambda: num_rows(folder / "x") > rows)

@@ -28,6 +28,7 @@ import pytest
 import polybeast_env
 from core import nests
 from core.environments.stepping import Environments
+from core.environments.toys import Catch
 from core.errors import ConfigError, Exit
 from core.nests import map_nest
 from core.remote import addresses as addresses_module
@@ -307,6 +308,22 @@ def test_what_an_environment_returns_wrongly_reaches_the_learner_in_one_line(ser
             client.step(4)
     assert not failure.value.permanent
     assert "\n" not in str(failure.value)
+
+
+def test_spaces_that_changed_after_the_server_started_are_permanent(serve):
+    num_actions = 3
+
+    def make():
+        env = Catch()
+        env.action_space = gym.spaces.Discrete(num_actions)
+        return env
+
+    server = serve(make)
+    num_actions = 4
+    said = "Discrete.4.; expected .*Discrete.3."
+    with pytest.raises(ServerFailure, match=said) as failure:
+        EnvClient(server.address)
+    assert failure.value.permanent
 
 
 def test_a_broken_spec_is_permanent(serve):

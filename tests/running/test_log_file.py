@@ -45,7 +45,7 @@ def test_a_full_disk_is_warned_about_once(tmp_path):
     child = run_child(FULL_DISK, tmp_path)
     for text in (child.stderr, (tmp_path / "out.log").read_text()):
         assert text.count("Cannot write to") == 1
-        assert "Rows that waited: 5, rows lost: 0." in text
+        assert "Rows that waited: 5, lost so far: 0." in text
 
 
 def test_what_waits_for_the_disk_is_bounded_and_the_rest_counted(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 
 from core.action_spaces import allowed_values, category_sizes
 from core.nests import leaves
-from examples.tictactoe import TicTacToe as mask  # noqa: F401  # An environment, too.
+from examples.tictactoe import TicTacToe as mask  # An environment, too.
 
 spaces = gym.spaces
 INF = np.inf

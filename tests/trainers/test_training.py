@@ -717,14 +717,15 @@ def test_each_call_of_an_environment_has_its_limit_in_lock_step_too(start, tmp_p
     programs = {
         call: start(
             *(*SERIAL, "--env", f"tests.fault_env:make_hanging_later_in_{call}"),
-            *("--env_step_timeout_s", 1, "--total_steps", 2 * BATCH, "--xpid", call),
+            # Four programs share the cores: a call that does not hang may take long.
+            *("--env_step_timeout_s", 3, "--total_steps", 2 * BATCH, "--xpid", call),
         )
         for call in ("constructor", "reset", "step", "close")
     }
     for call, program in programs.items():
         assert program.wait() == 70, program.text()
         text = program.text()
-        said = "One call of the environment has taken 1 s (--env_step_timeout_s)"
+        said = "One call of the environment has taken 3 s (--env_step_timeout_s)"
         assert said in text, call
         assert re.search(r"fault_env.py.* in _hang", text), call
     # What was learned is safe by then.
