@@ -172,6 +172,36 @@ def test_the_settings_for_mujoco_are_those_of_the_published_runs(trainer):
     assert {key: flags[key] for key in swept} == swept
 
 
+@pytest.mark.parametrize("fork", ["appo"], indirect=True)
+def test_the_learning_rate_falls_while_the_policy_is_too_far_away(trainer):
+    rates = {}
+    for target in (None, 0, 0.001, 1000):
+        flags = [] if target is None else ["--target_kl", str(target)]
+        learner, batch = make_learner(trainer, *flags)
+        for _ in range(5):
+            learner.update(map_nest(np.asarray, batch), ())
+        (group,) = learner.optimizers[0].param_groups
+        rates[target] = group["lr"]
+    assert rates[1000] == rates[None]
+    assert rates[0] == rates[0.001] == pytest.approx(rates[None] / 1.01**5)
+
+
+@pytest.mark.parametrize("fork", ["appo"], indirect=True)
+def test_the_distance_to_the_policies_that_acted_is_the_kl_divergence(trainer):
+    learner, batch = make_learner(trainer, "--target_kl", "1")
+    net = learner.net
+    with torch.no_grad():
+        trainer.compute_loss(learner.flags, net, batch, ())
+        logits = net(batch, ())[0]["policy_logits"]
+    actions = batch["action"][1:]
+    log_pi = log_probs(logits[:-1], actions)
+    log_mu = log_probs(batch["policy_logits"][1:], actions)
+    kl = (log_pi - log_mu).exp() - 1 - (log_pi - log_mu)
+    assert float(net.kl) == pytest.approx(
+        0.05 * float(kl.clamp(max=1).mean()), rel=1e-4
+    )
+
+
 @pytest.mark.parametrize("fork", ["impact"], indirect=True)
 def test_the_target_network_follows_every_few_updates(trainer):
     learner, batch = make_learner(trainer, "--target_updates", "3")
