@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 # Where the wall clock is read: to name or to date something, for people.
 FOR_PEOPLE = {
     ("core/remote/places.py", "strftime"),  # Since when a stream has its place.
-    ("core/running/evaluation.py", "strftime"),  # The name of a table of results.
+    ("core/running/evaluation.py", "now"),  # The name of a table of results.
     ("core/running/common_flags.py", "strftime"),  # The default name of a run.
     ("core/running/dashboard.py", "time"),  # What TensorBoard calls wall time.
     ("core/running/dashboard.py", "time_ns"),  # The name of a file with a video.
