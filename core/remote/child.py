@@ -73,6 +73,7 @@ class Child:
 
     Args:
       name: for log lines.
+      command: MODULE and its arguments. A change applies from the next start on.
       handle: called with the arguments of each `tell` in the process.
     """
 
@@ -83,7 +84,7 @@ class Child:
         handle: Callable[..., Any] = lambda *_: None,
     ):
         self._name = name
-        self._command = [sys.executable, "-m", *command]
+        self._command = command
         self._handle = handle
         self._budget = RestartBudget()
         self._process: subprocess.Popen | None = None
@@ -92,7 +93,7 @@ class Child:
         self._last_line = ""
 
     def start(self) -> None:
-        self._process = start_process(self._command)
+        self._process = start_process([sys.executable, "-m", *self._command])
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._began = time.monotonic()

@@ -41,8 +41,8 @@ class DialedIn:
         self._missing: set[str] = set()
         self._missing_until = 0.0
         self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
-        command = ["core.remote.acceptor", "--listen", flags.listen]
-        command += ["--folder", self._folder, "--keepalive_s", str(flags.keepalive_s)]
+        command = ["core.remote.acceptor", "--folder", self._folder]
+        command += ["--keepalive_s", str(flags.keepalive_s)]
         if flags.tls_dir is not None:
             command += ["--tls_dir", flags.tls_dir]
         elif tls.is_public(flags.listen):
@@ -51,7 +51,8 @@ class DialedIn:
                 "and the traffic is neither encrypted nor authenticated (--insecure)",
                 flags.listen,
             )
-        self._child = Child("The acceptor", command, self._handle)
+        self._command = [*command, "--listen", flags.listen]
+        self._child = Child("The acceptor", self._command, self._handle)
         try:
             self._child.start()
             while not self.address:  # `check` raises if the acceptor cannot listen.
@@ -90,6 +91,8 @@ class DialedIn:
         match what, *args:
             case "listening", address:
                 self.address = address
+                # If the port is 0, the next acceptor must have the same port as this.
+                self._command[-1] = address
                 self._missing = set(self._machines)
                 self._missing_until = time.monotonic() + LEAVE_S
             case "joined", path, num_servers:

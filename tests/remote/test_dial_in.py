@@ -708,6 +708,20 @@ def learner():
         dialed_in.__exit__()
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Acceptors do not wait for an earlier learner's acceptor to end."""
+    code = "import sys; from core.remote import acceptor as a; a.BIND_S = 0; "
+    code += "sys.exit(a.main())"
+    start_process = child.start_process
+
+    def start(command):
+        python, _, _, *args = command  # python -m core.remote.acceptor ARGS
+        return start_process([python, "-c", code, *args])
+
+    monkeypatch.setattr(child, "start_process", start)
+
+
 def acceptor_of(dialed_in: dial_in.DialedIn) -> psutil.Process:
     return psutil.Process(dialed_in._child._process.pid)
 
@@ -728,8 +742,6 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
         wait_until(lambda: len(dialed_in.addresses()) == 2)
         addresses = dialed_in.addresses()
         assert re.fullmatch(r"unix:/.*/torchbeast-\w+/dialed-.*\.0", addresses[0])
-        # Let the acceptor have the same port again.
-        dialed_in._child._command[4] = dialed_in.address
         if harm == "kill":
             acceptor_of(dialed_in).kill()
         elif harm == "delete folder":
@@ -754,24 +766,17 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
     assert not folder.exists()
 
 
-def test_a_port_in_use_is_named(learner, monkeypatch):
+def test_a_port_in_use_is_named(learner, impatient):
     first = learner()
-    monkeypatch.setattr(
-        dial_in, "Child", lambda name, command, handle: Impatient(name, command, handle)
-    )
     with pytest.raises(ConfigError, match=f"--listen {first.address}: the port is in"):
         learner(first.address)
 
 
 def test_an_acceptor_that_cannot_listen_again_ends_the_run_with_its_reason(
-    learner, monkeypatch
+    learner, impatient, monkeypatch
 ):
-    monkeypatch.setattr(
-        dial_in, "Child", lambda name, command, handle: Impatient(name, command, handle)
-    )
     monkeypatch.setattr(server_lists, "ASK_S", 0.01)
     dialed_in = learner()
-    dialed_in._child._command[4] = dialed_in.address
     host, _, port = dialed_in.address.rpartition(":")
     acceptor_of(dialed_in).kill()
     with (
@@ -800,16 +805,6 @@ def taken(host: str, port: int) -> socket.socket:
     wait_until(is_bound)
     listener.listen()
     return listener
-
-
-class Impatient(child.Child):
-    """Does not wait for an earlier learner's acceptor to end."""
-
-    def __init__(self, name, command, handle):
-        super().__init__(name, command, handle)
-        code = "import sys; from core.remote import acceptor as a; a.BIND_S = 0; "
-        code += "sys.exit(a.main())"
-        self._command[1:3] = ["-c", code]
 
 
 def test_both_processes_end_with_their_program():
