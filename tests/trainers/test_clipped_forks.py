@@ -17,6 +17,8 @@ import torch
 from core.actors import prepare
 from core.algorithm import update
 from core.nests import map_nest
+from core.running import checkpoint
+from core.running.resume import Snapshots
 from tools.sweep import tomllib
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +189,20 @@ def test_the_learning_rate_falls_while_the_policy_is_too_far_away(trainer):
 
 
 @pytest.mark.parametrize("fork", ["appo"], indirect=True)
+def test_a_resumed_run_keeps_the_learning_rate_that_target_kl_has_lowered(trainer):
+    learner, batch = make_learner(trainer, "--target_kl", "0")
+    snapshots = Snapshots(learner.flags, learner)
+    for _ in range(5):
+        learner.update(map_nest(np.asarray, batch), ())
+    state, tensors = snapshots.take()
+    resumed, _ = make_learner(trainer, "--target_kl", "0")
+    found = checkpoint.Checkpoint(Path(), 0, tensors, state)
+    Snapshots(resumed.flags, resumed).restore(found)
+    (group,) = resumed.optimizers[0].param_groups
+    assert group["rate"] == pytest.approx(1 / 1.01**5)
+
+
+@pytest.mark.parametrize("fork", ["appo"], indirect=True)
 def test_the_distance_to_the_policies_that_acted_is_the_kl_divergence(trainer):
     learner, batch = make_learner(trainer, "--target_kl", "1")
     net = learner.net
@@ -219,11 +235,16 @@ def test_the_target_network_follows_every_few_updates(trainer):
         torch.testing.assert_close(weights(net.target), expected, rtol=0, atol=0)
 
 
-def test_a_run_with_replay_logs_what_was_clipped(fork, start, tmp_path):
+def test_a_run_with_replay_logs_what_was_clipped_and_can_be_tested(
+    fork, start, tmp_path
+):
     sizes = ["--batch_size", 8, "--learning_rate", 0.002, "--log_interval_s", 0]
-    flags = [*sizes, "--env", "Catch", "--serial", "--replay_ratio", 3, "--xpid", "x"]
-    program = start(*flags, "--total_steps", 2000, fork, module=__name__)
-    assert program.wait() == 0, program.text()
+    flags = [*sizes, "--env", "Catch", "--serial", "--replay_ratio", 3]
+    if fork.name == "appo":
+        flags += ["--target_kl", 1e-9]
+    for mode in (["--total_steps", 2000], ["--mode", "test", "--num_episodes", 1]):
+        program = start(*flags, "--xpid", "x", *mode, fork, module=__name__)
+        assert program.wait() == 0, program.text()
     with open(tmp_path / "runs" / "x" / "logs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert any(float(row["clipped"]) > 0 for row in rows)
