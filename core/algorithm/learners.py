@@ -409,8 +409,8 @@ def _processor(device: torch.device) -> str:
 
 def _runs(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in b"ZX"
     except FileNotFoundError:
         return not os.path.exists("/proc/self/stat")
     except OSError:

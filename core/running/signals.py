@@ -150,11 +150,15 @@ def show_stacks(pid: int) -> None:
 
 def _has_handled(pid: int, signum: int) -> bool:
     """Return whether a signal is not pending and its handler is not running."""
-    for file in Path(f"/proc/{pid}/task").glob("*/status"):
+    tasks: list[Path] = []
+    with contextlib.suppress(OSError):  # The process has just ended.
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    for task in tasks:
         with contextlib.suppress(OSError):  # The thread has just ended.
+            status = (task / "status").read_text(errors="replace")
             # While a thread runs a handler, it blocks the handler's signal.
             masks = r"^(?:SigPnd|ShdPnd|SigBlk):\s*(\w+)$"
-            for mask in re.findall(masks, file.read_text(), re.MULTILINE):
+            for mask in re.findall(masks, status, re.MULTILINE):
                 if int(mask, 16) >> (signum - 1) & 1:
                     return False
     return True
@@ -205,8 +209,9 @@ def thread_states() -> Iterator[str]:
     """
     for task in sorted(Path("/proc/self/task").glob("*")):
         with contextlib.suppress(OSError):  # The thread has just ended.
-            name = (task / "comm").read_text().strip()
-            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            name = (task / "comm").read_text(errors="replace").strip()
+            stat = (task / "stat").read_text(errors="replace")
+            fields = stat.rpartition(")")[2].split()
             cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
             sleeps_in = (task / "wchan").read_text().strip("0") or "-"
             yield f"thread {task.name} {name}: {fields[0]} {sleeps_in}, CPU {cpu_s:g} s"

@@ -301,8 +301,8 @@ def send_at_parents_end(signum: int) -> None:
 def continue_if_stopped(name: str, pid: int) -> None:
     """Continue a process that this one needs, if it is stopped. Linux only."""
     with contextlib.suppress(OSError):  # The process has ended, or no /proc exists.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state == "T":
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        if stat.rpartition(b")")[2].split()[0] == b"T":
             log.warning("%s (process %d) was stopped; continuing it", name, pid)
             os.kill(pid, signal.SIGCONT)
 

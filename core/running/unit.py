@@ -262,21 +262,34 @@ def _kill_rest(guard: int, mark: str) -> None:
     """Kill the processes of a killed guard: those in its process group or with MARK."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(guard, signal.SIGKILL)
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # It has ended, or has another user.
-            if f"{MARK}={mark}".encode() in environ.read_bytes():
-                os.kill(int(environ.parent.name), signal.SIGKILL)
+    for pid, environ in _read_of_all("environ"):
+        if f"{MARK}={mark}".encode() in environ:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _children_of(pid: int) -> Iterator[int]:
     """Yield the children that a process has now, the oldest first."""
     children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # It has just ended.
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == pid:
-                children.append((int(fields[19]), int(stat.parent.name)))
+    for child, stat in _read_of_all("stat"):
+        fields = stat.rpartition(b")")[2].split()
+        if int(fields[1]) == pid:
+            children.append((int(fields[19]), child))
     yield from (child for _, child in sorted(children))
+
+
+def _read_of_all(name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the id of each process of this machine with its /proc/ID/NAME.
+
+    Leaves out those that have just ended, and those of other users that may not be read.
+    """
+    names = os.listdir("/proc") if sys.platform == "linux" else ()
+    for pid in filter(str.isdecimal, names):
+        try:
+            content = Path("/proc", pid, name).read_bytes()
+        except OSError:
+            continue
+        yield int(pid), content
 
 
 @contextlib.contextmanager

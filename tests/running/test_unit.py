@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from multiprocessing import connection
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,13 +21,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guards need Lin
 
 def start_others(pipe):
     """Start what environments may start; say who they are. A worker's work."""
-    forked = multiprocessing.get_context("fork").Process(target=signal.pause)
+    forked = multiprocessing.get_context("fork").Process(target=pause_with_cut_name)
     forked.start()
     session = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     command = "setsid sleep 1000 >/dev/null 2>&1 & echo $!"
     orphan = int(subprocess.run(["sh", "-c", command], capture_output=True).stdout)
     pids = (os.getppid(), os.getpid(), forked.pid, session.pid, orphan)
     pipe.send(dict(zip(("guard", "worker", "forked", "session", "orphan"), pids)))
+    signal.pause()
+
+
+def pause_with_cut_name():
+    """Have a name that Linux has cut inside a character, as it does after 15 bytes."""
+    Path("/proc/self/comm").write_bytes("café".encode()[:-1])
     signal.pause()
 
 
