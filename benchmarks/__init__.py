@@ -4,7 +4,6 @@
     bench           every speed that matters, against its history   make bench
     compare         two versions of this repository                 after a change
     ceilings        each part of a run alone, and the whole         to find a bottleneck
-    polybeast       PolyBeast beside its parts and MonoBeast
     peers/          other systems on the same work
     environments    our Atari wrappers beside EnvPool
     transport       a step's way from environment to learner        csrc/, core/remote
@@ -20,6 +19,15 @@ The last column says when to run each, or which page uses it. The raw figures ar
 results/speed. `python -m benchmarks.NAME --help` explains a program.
 """
 
+from pathlib import Path
+
 from core.installed import explain_missing_packages
 
 explain_missing_packages()  # Here once, for each program of this package.
+
+
+def out_file(text: str) -> Path:
+    """Return the path of --out; make its folder now, not after the measurement."""
+    path = Path(text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

@@ -32,6 +32,7 @@ import argparse
 import contextlib
 import csv
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -47,10 +48,11 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from gymnasium.vector.utils import batch_space
 
 import atari_wrappers
 import monobeast
-from benchmarks import transport
+from benchmarks import out_file, transport
 from core.actors import prepare
 from core.algorithm.update import Learner
 from core.environments import stepping
@@ -118,11 +120,12 @@ def environment_work(flags: argparse.Namespace) -> tuple[Any, int]:
     )
     row = map_nest(lambda s: np.zeros((E, *s.shape), s.dtype), envs.row_spec)
     envs.reset(row)
-    rng = np.random.default_rng(os.getpid())
-    first = int(getattr(envs.action_space, "start", 0))
+    space = batch_space(envs.action_space, E)
+    space.seed(os.getpid())
+    actions = itertools.cycle([space.sample() for _ in range(100)])
 
     def work() -> None:
-        envs.step(first + rng.integers(envs.action_space.n, size=E), row)
+        envs.step(next(actions), row)
 
     return work, E
 
@@ -349,7 +352,10 @@ def compare(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         for program in programs
     }
     bounds = {program: cores * 1e6 / cost for program, cost in costs.items()}
-    lowest = min(median(part, "sps") for part in PARTS)
+    lowest = {
+        program: min(median(part, "sps") for part in PROGRAMS[program])
+        for program in programs
+    }
     print(f"{cores} cores, {platform.machine()}, torch {torch.__version__}; {argv}")
     print(
         f"{'':16}{'steps/s':>9}{'spread':>14}{'CPU us/step':>13}{'of lowest':>11}"
@@ -358,10 +364,10 @@ def compare(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     for name, results in measured.items():
         rates = sorted(m["sps"] for m in results)
         rate = statistics.median(rates)
-        us = cores * 1e6 / rate if name in programs else median(name, "cpu_us")
+        us = median(name, "cpu_us")
         line = f"{name:16}{rate:9.0f}{f'{rates[0]:.0f}-{rates[-1]:.0f}':>14}{us:13.0f}"
         if name in programs:
-            line += f"{rate / lowest:11.2f}{rate / bounds[name]:10.2f}"
+            line += f"{rate / lowest[name]:11.2f}{rate / bounds[name]:10.2f}"
         print(line)
     for program in programs:
         name = f"bound, {program}"
@@ -375,7 +381,8 @@ def compare(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         shares = ", ".join(f"{stage} {share:.0%}" for stage, share in busy.items())
         peak = median(program, "peak_mb")
         print(f"{program}: {bounded} ({shares}); peak memory {peak:.0f} MB")
-    print(f"Most CPU goes to: {max(PARTS, key=lambda part: median(part, 'cpu_us'))}")
+        costliest = max(PROGRAMS[program], key=lambda part: median(part, "cpu_us"))
+        print(f"{program}: most CPU goes to {costliest}")
     return {"bound_sps": bounds, "measured": measured}
 
 
@@ -464,7 +471,9 @@ def main() -> None:
         default=[],
         help="autotune: comma list of batch sizes to try too",
     )
-    parser.add_argument("--out", type=Path, help="write the raw figures here, as JSON")
+    parser.add_argument(
+        "--out", type=out_file, help="write the raw figures here, as JSON"
+    )
     parser.add_argument("--part", choices=("emulator", *PARTS), help=argparse.SUPPRESS)
     own, argv = parser.parse_known_args()
     if own.part:
@@ -478,7 +487,6 @@ def main() -> None:
         argv = ["--precision", "float32", *argv]
     result = autotune(own, argv) if own.autotune else compare(own, argv)
     if own.out:
-        own.out.parent.mkdir(parents=True, exist_ok=True)
         result = {"argv": argv, "cores": num_cores(), **result}
         result["torch"] = torch.__version__
         own.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -44,6 +44,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import out_file
 from core import flag_types
 from core.environments.toys import Catch
 from core.remote.acceptor import LEAVE_S
@@ -354,7 +355,7 @@ def main() -> int:
         "--minutes", type=flag_types.number(0.01), default=10.0, help="in each role"
     )
     parser.add_argument("--seed", type=flag_types.int_at_least(0), default=1)
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="churn-") as folder:
         with contextlib.ExitStack() as stack:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import out_file
 from benchmarks.ceilings import measure_whole
 from core.running.machine import num_cores
 
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
     parser.add_argument("--warm_up_s", type=float, default=6.0)
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
     folders = [folder.resolve() for folder in flags.folders]
     out = flags.out and flags.out.resolve()

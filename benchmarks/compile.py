@@ -12,12 +12,11 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
 import monobeast
-from benchmarks import ceilings
+from benchmarks import ceilings, out_file
 from core.running.machine import keep_freed_memory
 
 WORK = (
@@ -57,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     own = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()

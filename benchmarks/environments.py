@@ -19,9 +19,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+
+from benchmarks import out_file
 
 WARM_UP_S = 1.0
 OURS, ENVPOOL = "our wrappers", "EnvPool"
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
     if flags.run:
         print(measure(*flags.run, flags.num_envs, flags.seconds))

@@ -5,9 +5,9 @@
 
 Takes flags that both trainers know, and prints three tables:
 
-    learner     nothing but updates: frames per second with two learner threads, the
-                copies to the GPU included; the GPU's own time for a gradient, and what
-                its arithmetic would take at the rate of a large matrix product
+    learner     nothing but updates: agent steps per second with two learner threads,
+                the copies to the GPU included; the GPU's own time for a gradient, and
+                what its arithmetic would take at the rate of a large matrix product
     inference   nothing but batches of N rows, on their way to the GPU and back, by one
                 thread: what a batch takes, and rows per second
     polybeast   the whole program with 1, 2, 4 ... server processes on as many cores,
@@ -25,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import monobeast
 import polybeast
-from benchmarks import ceilings
+from benchmarks import ceilings, out_file
 from core.algorithm import counters, gpu
 from core.algorithm.update import compute_gradient, compute_loss
 from core.nests import map_nest
@@ -183,7 +182,9 @@ def main() -> None:
         type=lambda text: [int(n) for n in text.split(",")],
         help="comma list of numbers of server processes. Default: 1, 2, 4 ... cores",
     )
-    parser.add_argument("--out", type=Path, help="write the raw figures here, as JSON")
+    parser.add_argument(
+        "--out", type=out_file, help="write the raw figures here, as JSON"
+    )
     own, argv = parser.parse_known_args()
     keep_freed_memory()
     flags = monobeast.parse_flags(["--total_steps", str(10**12), *argv])
@@ -209,7 +210,7 @@ def main() -> None:
                 result = measure_inference(way, device, n, own.part_s / 4)
                 runs.setdefault(f"inference of {n}, {text}", []).append(result)
         print(f"repeat {repeat + 1} of {own.repeats} done", file=sys.stderr)
-    print(f"{'':36}{'frames/s':>12}{'gradient ms':>13}{'its floor':>11}")
+    print(f"{'':36}{'steps/s':>12}{'gradient ms':>13}{'its floor':>11}")
     for key, results in runs.items():
         if key.startswith("learner"):
             m = medians(results)

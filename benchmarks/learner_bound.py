@@ -17,13 +17,13 @@ import statistics
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import libtorchbeast
 import polybeast
+from benchmarks import out_file
 from benchmarks.transport import MockEnvironments
 from core.running.machine import num_cores
 from core.running.supervise import raise_failures, start_thread
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--queue_size", type=int, default=B)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
     runs = []
     for _ in range(flags.repeats):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import out_file
 from core import flag_types
 from core.algorithm import learners
 from core.errors import Exit
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--parameters", type=count, default=1_600_000)
     parser.add_argument("--update_ms", type=flag_types.number(0), default=50.0)
     parser.add_argument("--updates", type=count, default=100)
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
     if "RANK" in os.environ:
         flags.stall_timeout_s, flags.on_stall = 60.0, "stop"

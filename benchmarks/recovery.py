@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import out_file
 from core import flag_types
 from core.running.machine import num_cores
 
@@ -151,7 +152,7 @@ def main() -> int:
     parser.add_argument("--num_learners", type=count, default=2)
     parser.add_argument("--num_servers", type=count, default=2)
     parser.add_argument("--kills", type=count, default=6)
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         folder = Path(name)

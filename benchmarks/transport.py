@@ -61,6 +61,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 
+from benchmarks import out_file
 from core.nests import Nest, map_nest
 from core.remote import tls
 from core.remote.addresses import STREAMS_SUFFIX
@@ -320,6 +321,8 @@ def measure(
         ]
         sockets = [Path(folder, str(i)) for i in range(servers)]
         while not tcp and not all(path.exists() for path in sockets):
+            if any(p.status() == psutil.STATUS_ZOMBIE for p in processes):
+                raise RuntimeError("A server has ended; its reason is above.")
             time.sleep(0.01)
         if not local:  # Without this socket the learner takes gRPC's.
             for path in sockets:
@@ -494,7 +497,7 @@ def main() -> None:
     parser.add_argument(
         "--roaming", action="store_true", help="do not keep servers to a core"
     )
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
     what = against_echo
     if flags.scale:
@@ -509,7 +512,6 @@ def main() -> None:
         what = more_threads
     measured = what(flags)
     if flags.out:
-        flags.out.parent.mkdir(parents=True, exist_ok=True)
         result = {"cores": num_cores(), "T": SCALE_T if flags.scale else T, "B": B}
         result["measured"] = measured
         flags.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -18,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 
+from benchmarks import out_file
 from core.remote.dial_in import DialedIn, DialsOut
 from core.running.machine import num_cores
 
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--tls_dir", type=Path, help="as tools.certs makes it")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
     host = learner = None
     if flags.tls_dir is not None:

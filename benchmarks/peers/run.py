@@ -35,6 +35,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import out_file
 from benchmarks.ceilings import measure_whole, tree, tree_cpu_s, tree_pss
 from core.running.machine import num_cores
 
@@ -237,7 +238,7 @@ def main() -> None:
             f"--{peer}", type=path, nargs=2, metavar=("PYTHON", "FOLDER")
         )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON file for the raw figures")
+    parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     own = parser.parse_args()
     for peer, works in WORKS_OF.items():
         if getattr(own, peer) and own.work not in works:

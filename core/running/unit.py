@@ -281,7 +281,7 @@ def _children_of(pid: int) -> Iterator[int]:
 def _read_of_all(name: str) -> Iterator[tuple[int, bytes]]:
     """Yield the id of each process of this machine with its /proc/ID/NAME.
 
-    Leaves out those that have just ended, and those of other users that may not be read.
+    Leaves out those that have just ended, and other users' that may not be read.
     """
     names = os.listdir("/proc") if sys.platform == "linux" else ()
     for pid in filter(str.isdecimal, names):

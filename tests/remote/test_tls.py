@@ -523,9 +523,9 @@ def test_what_it_prints_to_run_is_what_the_programs_take(tmp_path, capsys):
     make(tmp_path / "c", hosts="host1,fd00::7")
     lines = capsys.readouterr().out.replace("\\\n", " ").splitlines()
     commands = [shlex.split(line) for line in lines if line.startswith("  ")]
-    copies = [command for command in commands if command[0] == "scp"]
+    copies = [command for command in commands if command[0] == "rsync"]
     assert [command[2] for command in copies] == [
-        str(tmp_path / "c" / name) for name in ("host1", "fd00::7")
+        f"{tmp_path / 'c' / name}/" for name in ("host1", "fd00::7")
     ]
     servers, learner = (c[3:] for c in commands if c[:2] == ["python", "-m"])
     assert polybeast_env.parse_flags(servers).num_servers == 4

@@ -191,7 +191,12 @@ class Machine:
           FreshError: it failed.
         """
         print(f"fresh: {shlex.join(command)}", flush=True)
-        status = self.start(command, **options).wait()  # type: ignore[arg-type]
+        process = self.start(command, **options)  # type: ignore[arg-type]
+        try:
+            status = process.wait()
+        except BaseException:  # A signal.
+            end(process)
+            raise
         if status != 0:
             raise FreshError(f"{shlex.join(command)} ended with {status}")
 

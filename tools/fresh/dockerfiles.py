@@ -95,7 +95,7 @@ def build(dockerfile: Path, machine: Machine | None) -> Image:
 
 
 def copy(words: list[str], image: Image) -> None:
-    """Copy files that git knows, as Docker copies what .dockerignore leaves."""
+    """Copy files that git knows. Docker leaves out what *.dockerignore names, too."""
     *sources, target = words
     for source in sources:
         listed = subprocess.run(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import Exit
-from tools.fresh.debian import FreshError, Machine, add_base_flag, debian
+from tools.fresh.debian import FreshError, Machine, add_base_flag, debian, end
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("git", "make", "python3", "ca-certificates")
@@ -59,13 +59,17 @@ def try_readme(machine: Machine) -> None:
     )
     assert shell.stdout is not None
     is_last = is_stopped = False
-    for line in shell.stdout:
-        print(line, end="", flush=True)
-        is_last = is_last or "Serving PongNoFrameskip-v4" in line
-        match = STEPS.search(line)
-        if is_last and not is_stopped and match and float(match[1]) > 0:
-            is_stopped = True
-            subprocess.run(["pkill", "-INT", "-P", str(shell.pid)], check=True)
+    try:
+        for line in shell.stdout:
+            print(line, end="", flush=True)
+            is_last = is_last or "Serving PongNoFrameskip-v4" in line
+            match = STEPS.search(line)
+            if is_last and not is_stopped and match and float(match[1]) > 0:
+                is_stopped = True
+                subprocess.run(["pkill", "-INT", "-P", str(shell.pid)], check=True)
+    except BaseException:  # A signal.
+        end(shell)
+        raise
     if (status := shell.wait()) != Exit.STOPPED or not is_stopped:
         raise FreshError(f"the README's commands ended with {status}")
 

@@ -74,11 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     if flags.figure is None and not (flags.all or flags.short):
         parser.error("name a FIGURE, or give --all or --short")
+    if flags.all and (flags.short or flags.figure is not None):
+        parser.error("--all is every figure in full: leave out --short and FIGURE")
+    forms = FIGURES if flags.short else dict.fromkeys(FIGURES, [])
     if flags.figure is not None:
         words = sys.argv[1:] if argv is None else list(argv)
-        words = words[words.index(flags.figure) :]  # Without --out.
-        return 0 if measure(flags, words) else 1
-    forms = FIGURES if flags.short else dict.fromkeys(FIGURES, [])
+        own = words[words.index(flags.figure) + 1 :]
+        forms = {flags.figure: [*(forms[flags.figure] or []), *own]}
     same = ["--short"] if flags.short else []
     same += [] if flags.out is None else ["--out", str(flags.out)]
     # A list, not a generator: every figure is measured, whatever the others say.

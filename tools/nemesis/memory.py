@@ -40,7 +40,10 @@ def measure(flags: argparse.Namespace) -> Result:
         training = Training(
             trainer, "--env", "tools.nemesis.environments:make_greedy", *sizes
         )
-        with memory_cgroup(training.process.pid) as cgroup, training as run:
+        with contextlib.ExitStack() as stack:
+            stack.callback(training.stop)  # Also if there can be no cgroup.
+            cgroup = stack.enter_context(memory_cgroup(training.process.pid))
+            run = stack.enter_context(training)
             for _ in range(flags.kills):
                 cgroup.set_room(ROOM)
                 victim = f"{run.worker}-{rng.randrange(NUM_WORKERS)}"

@@ -449,7 +449,7 @@ class Storm:
                 if i in self._broken:
                     self._watch(i, steps, self._broken[i])
                 elif self._todo and self._is_well(i, steps):
-                    self._break(i)
+                    self._break(i, steps)
 
     def _listen(self) -> None:
         """Note which streams have gone, and which are there again."""
@@ -475,10 +475,11 @@ class Storm:
         has_delivered = steps - self._steps[i] > 2 * DELIVERED_STEPS * K
         return has_delivered and time.monotonic() > max(self._not_before[i], self._next)
 
-    def _break(self, i: int) -> None:
+    def _break(self, i: int, steps: int) -> None:
         fault = Fault(self._todo.popleft(), i, time.monotonic())
         self._next = fault.began + self._gap_s
         self._broken[i] = fault
+        self._steps[i] = steps
         self._begin(fault)
 
     def _watch(self, i: int, steps: int, fault: Fault) -> None:
