@@ -133,7 +133,8 @@ struct PoolStats {
 //         sizes.
 //   stop  ends run() and returns when run() has ended. Any thread may call it,
 //         at any time and more than once, except the transport's threads.
-//         Blocks.
+//         Blocks, except in a signal handler that interrupts run(): then run()
+//         ends after the handler.
 //   set_addresses
 //         replaces the list of addresses, also while run() is going. An address
 //         that comes n times gets n streams. Streams whose addresses stay are

@@ -9,6 +9,7 @@
 #include <iterator>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "batching_queue.h"
@@ -50,6 +51,7 @@ void PoolRun::run() {
     called_ = true;
     if (stopping_) return;
     running_ = true;
+    thread_ = std::this_thread::get_id();
   }
   // Listeners cannot be removed, and may be called after this object is gone.
   const auto listen = [weak = weak_from_this()] {
@@ -84,6 +86,7 @@ void PoolRun::stop() {
   Lock lock(mu_);
   stopping_ = true;
   changed_.notify_all();
+  if (thread_ == std::this_thread::get_id()) return;  // A signal handler.
   changed_.wait(lock, [&] { return !running_; });
 }
 

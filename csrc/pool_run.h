@@ -12,6 +12,7 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "actor_pool.h"
@@ -87,6 +88,7 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   // All members from here on are guarded by mu_.
   bool called_ = false;  // run() was called.
   bool running_ = false;
+  std::thread::id thread_;  // The one in run(), once it has begun.
   bool stopping_ = false;
   std::exception_ptr failure_;  // The first permanent failure.
 

@@ -57,6 +57,8 @@ auto without_gil(const Work& work) {
   bool interrupted = false;
   std::optional<Result> result;
 
+  // Not null if a signal handler calls, which runs inside another work().
+  auto* const interrupt_check_before = interrupt_check;
   PyThreadState* const thread = PyEval_SaveThread();
   if (is_main_thread()) interrupt_check = check_signals;
   try {
@@ -66,7 +68,7 @@ auto without_gil(const Work& work) {
   } catch (...) {
     error = std::current_exception();
   }
-  interrupt_check = nullptr;
+  interrupt_check = interrupt_check_before;
   PyEval_RestoreThread(thread);
 
   release_dropped();

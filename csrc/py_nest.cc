@@ -217,7 +217,8 @@ Structure::Ptr read_nest(py::handle object, const Place& place,
   }
 
   std::vector<Structure::Ptr> children;
-  for (const py::handle child : py::reinterpret_borrow<py::sequence>(object)) {
+  // Owned: a subclass of list may make a new object for each access.
+  for (const py::object child : py::reinterpret_borrow<py::sequence>(object)) {
     children.push_back(
         read_nest(child, {&place, nullptr, children.size()}, leaves));
   }

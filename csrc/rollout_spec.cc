@@ -400,8 +400,10 @@ int64_t num_columns(int64_t num_envs, const QueueOptions& queue) {
         ", and no multiple of it is a batch of " +
         std::to_string(queue.minimum_batch_size) + " to " +
         std::to_string(queue.maximum_batch_size) +
-        " rollouts, as the learner queue asks for; choose a minimum_batch_size "
-        "that is a multiple of " +
+        " rollouts, as the learner queue asks for; choose a " +
+        (num_envs > queue.maximum_batch_size
+             ? "maximum_batch_size of at least "
+             : "minimum_batch_size that is a multiple of ") +
         std::to_string(num_envs));
   }
   return columns;

@@ -184,7 +184,7 @@ class ActorPool:
     `inference_batcher`, which must answer `(agent_outputs, agent_state)` to
     `(env_rows, agent_state)`, arrays `[1, K, ...]`. Rollouts go to `learner_queue`, a
     whole learner batch at a time: `((env_rows, agent_outputs), agent_state)`, arrays
-    `[unroll_length + 1, B, ...]`. core/actors/shared_memory.py says what the rows mean.
+    `[unroll_length + 1, B, ...]`. core/rollout.py says what the rows mean.
 
     Args:
       unroll_length: steps of a rollout, T.
@@ -267,7 +267,11 @@ class ActorPool:
           ValueError: a server does not send one of inference_keys.
         """
     def stop(self) -> None:
-        """End `run()`. Blocks until it has ended. May be called again."""
+        """End `run()`. Blocks until it has ended. May be called again.
+
+        A signal handler that interrupts `run()` may call it, too: then it does not
+        block, and `run()` ends after the handler.
+        """
     def set_addresses(self, env_server_addresses: Sequence[str]) -> int:
         """Replace the list of addresses, also during `run()`. Does not block.
 

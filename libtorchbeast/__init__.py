@@ -17,7 +17,8 @@ do not change them afterwards. (Read-only numpy arrays, and arrays that are not
 contiguous, are copied.) Outputs are torch tensors, or numpy arrays if torch is not
 installed. The memory of a batch is reused after its last tensor was deleted.
 
-A call that blocks releases the GIL. In the main thread Ctrl-C ends the call.
+A call that blocks releases the GIL. In the main thread Ctrl-C ends the call, except
+`ActorPool.stop`.
 """
 
 from pathlib import Path

@@ -230,6 +230,19 @@ def test_what_a_closed_queue_dropped_is_freed(background):
     assert gone() is None
 
 
+class Fresh(list):
+    """A list that owns none of the arrays that it returns."""
+
+    def __getitem__(self, i):
+        return np.full((1, 1, 200_000), float(i), np.float32)
+
+
+def test_elements_that_only_the_caller_owns_are_read_before_they_are_gone():
+    queue = BatchingQueue()
+    queue.enqueue(Fresh([0, 0, 0]))
+    assert [x[0, 0, 0].item() for x in next(queue)] == [0.0, 1.0, 2.0]
+
+
 # --- The GIL, signals ---------------------------------------------------------
 
 
@@ -338,6 +351,27 @@ def test_signal_whose_handler_returns_does_not_end_the_call(handler, background)
 
     sent = background(send)
     assert next(queue).item() == 1
+    sent.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handler_may_use_the_library_while_its_call_blocks(kind, handler, background):
+    """The call that blocks still ends by a later signal."""
+    blocked, other = Blocked(kind), BatchingQueue()
+    before = signal.signal(signal.SIGALRM, lambda *_: other.enqueue(torch.ones(1, 1)))
+
+    def send():
+        wait_until(blocked.is_waiting)
+        os.kill(os.getpid(), signal.SIGALRM)
+        wait_until(other.size)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    sent = background(send)
+    try:
+        with pytest.raises(Alarm):
+            blocked.call()
+    finally:
+        signal.signal(signal.SIGALRM, before)
     sent.result(DEADLINE_S)
 
 
@@ -786,6 +820,21 @@ def test_build_without_a_compiler_or_grpc_fails_only_if_asked_to(
     assert "/nowhere/tool" in said
     assert "apt-get install g++ pkg-config libgrpc++-dev" in said
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_signal_handler_may_stop_the_pool_that_it_interrupts(background):
+    pool = ActorPool(5, BatchingQueue(), DynamicBatcher(), [NO_SERVER], ())
+
+    def send() -> None:
+        wait_until(pool.take_events)  # It runs: it could not connect.
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, lambda *_: pool.stop())
+    try:
+        background(send)
+        pool.run()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_signal_handler_that_raises_while_run_is_ending_raises_its_error(background):
