@@ -333,7 +333,7 @@ def test_extras_that_the_pages_name_exist():
     named = set()
     for folder in ("docs", "settings", "examples/*", "."):
         for page in ROOT.glob(f"{folder}/*.md"):
-            named |= set(re.findall(r"pip install -e \.\[(\w+)\]", page.read_text()))
+            named |= set(re.findall(r"pip install -e '\.\[(\w+)\]'", page.read_text()))
     assert {"classic", "mujoco", "nethack"} <= named
     assert named <= set(setup_arguments()["extras_require"])
 
