@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from core.algorithm.learners import check_host
 from core.errors import ConfigError, Exit
 
-SAVE_S = 110  # Slurm's and Kubernetes' files in this folder allow 120 s.
+SAVE_S = 110  # The files in slurm/ and kubernetes/ allow 120 s.
 
 
 def main() -> int:

@@ -131,6 +131,9 @@ TEST(a_batch_must_have_room_for_the_environments_of_a_stream) {
   CHECK_THROWS(std::invalid_argument,
                "num_envs is 4, and no multiple of it is a batch of 6 to 6",
                Rig(RigOptions{.num_envs = 4}));
+  CHECK_THROWS(std::invalid_argument,
+               "choose a maximum_batch_size of at least 8",
+               Rig(RigOptions{.num_envs = 8}));
 }
 
 TEST(a_pool_may_know_the_welcome_of_its_servers) {

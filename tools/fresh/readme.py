@@ -67,10 +67,11 @@ def try_readme(machine: Machine) -> None:
             if is_last and not is_stopped and match and float(match[1]) > 0:
                 is_stopped = True
                 subprocess.run(["pkill", "-INT", "-P", str(shell.pid)], check=True)
+        status = shell.wait()
     except BaseException:  # A signal.
         end(shell)
         raise
-    if (status := shell.wait()) != Exit.STOPPED or not is_stopped:
+    if status != Exit.STOPPED or not is_stopped:
         raise FreshError(f"the README's commands ended with {status}")
 
 
