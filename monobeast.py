@@ -128,21 +128,12 @@ def check_flags(
 ) -> argparse.Namespace:
     """Set defaults that depend on other flags; refuse flags that contradict others."""
     is_atari = atari_wrappers.is_atari(flags.env)
-    if flags.serial and flags.learner_cores is None:
-        flags.learner_cores = 1
+    if flags.serial:
+        flags.disable_cuda = True
+        flags.learner_cores = flags.learner_cores or 1
     common_flags.check_common(parser, flags, is_atari=is_atari)
     actor_flags.set_actors(parser, flags)
     actor_flags.set_learner_threads(parser, flags)
-    if flags.cuda_graphs and not has_gpu(flags):
-        parser.error(
-            "--cuda_graphs is set, but the learner is on the CPU: --disable_cuda is "
-            "set too, or torch sees no GPU. Leave it out."
-        )
-    if flags.cuda_graphs and flags.use_lstm:
-        parser.error(
-            "--cuda_graphs is set, but with --use_lstm the gradient depends on where "
-            "episodes end and cannot be recorded. Leave one of them out."
-        )
     return flags
 
 

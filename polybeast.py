@@ -59,7 +59,6 @@ from torch import nn
 
 import atari_wrappers
 import libtorchbeast
-import nest
 import polybeast_env
 from core import flag_types
 from core.action_spaces import split_mask
@@ -195,15 +194,6 @@ def check_flags(
         )
     compute.set_device(parser, flags, "learner_device", default_gpu=0)
     compute.set_device(parser, flags, "actor_device", default_gpu=1)
-    acts_on_gpu = flags.actor_device.startswith("cuda")
-    # The kernels of an LSTM's update depend on where episodes end: no CUDA graph.
-    graph_learns = flags.learner_device.startswith("cuda") and not flags.use_lstm
-    if flags.cuda_graphs and not (acts_on_gpu or graph_learns):
-        parser.error(
-            "--cuda_graphs is set, but there is nothing to record: inference is on the "
-            "CPU, and so is the learner, or it has --use_lstm. Leave it out, or use a "
-            "GPU (--learner_device, --actor_device)."
-        )
     if flags.num_inference_threads is None:
         # Few on the CPU: threads that run small operations compete for the GIL.
         on_cpu = flags.actor_device.startswith("cpu")
@@ -356,17 +346,13 @@ class Weights:
         self._device = device
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._tensors = {
-            name: tensor.detach().to(device, copy=True)
-            for name, tensor in net.state_dict().items()
-        }
+        self._tensors = [x.to(device, copy=True) for x in net.state_dict().values()]
         self._version = -1
 
     def publish(self, net: nn.Module, version: int) -> None:
         """Copy the weights of `net`, for inference threads to fetch as `version`."""
         with self._lock:
-            for name, tensor in net.state_dict().items():
-                self._tensors[name].copy_(tensor)
+            torch._foreach_copy_(self._tensors, list(net.state_dict().values()))
             wait_for(self._device)  # Inference threads read in other CUDA streams.
             self._version = version
 
@@ -378,8 +364,7 @@ class Weights:
         if self._version == have:
             return have
         with self._lock:
-            for name, tensor in net.state_dict().items():
-                tensor.copy_(self._tensors[name])
+            torch._foreach_copy_(list(net.state_dict().values()), self._tensors)
             wait_for(self._device)  # Before the learner may write the next weights.
             return self._version
 
@@ -417,13 +402,9 @@ def inference(
         lower_priority()
     stream = create_stream(flags.actor_device, urgent=True)
     forward = net
-    if flags.cuda_graphs and stream is not None:
-        forward = Graphs(net, flags.actor_device, pad=True)
-
-    def copy_to(device: str, tensors: Any) -> Any:
-        if flags.actor_device.startswith("cpu"):
-            return tensors
-        return nest.map(lambda t: t.to(device, non_blocking=True), tensors)
+    if stream is not None:
+        record = not flags.disable_cuda_graphs
+        forward = Graphs(net, flags.actor_device, pad=True, record=record)
 
     version = -1
     for batch in inference_batcher:
@@ -433,8 +414,10 @@ def inference(
         ):
             with in_stream(stream):
                 version = weights.fetch(net, version)
-                rows, agent_state = copy_to(flags.actor_device, batch.get_inputs())
-                outputs, agent_state = copy_to("cpu", forward(rows, agent_state))
+                outputs, agent_state = map_nest(
+                    lambda x: x.to("cpu", non_blocking=True),
+                    forward(*batch.get_inputs()),
+                )
             choose_actions(outputs, net.distribution, version)
             batch.set_outputs((outputs, agent_state))
 

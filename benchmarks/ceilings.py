@@ -151,6 +151,7 @@ def random_rows(
         map_nest(lambda x: x.fill(first), rows[key])
     rows["done"][...] = rng.random(lead) < 0.005  # bool(noise) would be True always.
     rows["truncated"][...] = False
+    rows["info"]["game_return"][...] = np.nan  # No game ends.
     rows["policy_version"][...] = 0
     return net, rows
 

@@ -13,7 +13,7 @@ Takes flags that both trainers know, and prints three tables:
     polybeast   the whole program with 1, 2, 4 ... server processes on as many cores,
                 beside the same environments alone
 
-The first two in float32 and bfloat16, as they come and with --cuda_graphs. Medians of
+The first two in float32 and bfloat16, with CUDA graphs and without them. Medians of
 `--repeats`, in turns. Raw figures go to `--out` as JSON. With --disable_cuda the CPU is
 measured instead, without graphs.
 """
@@ -200,7 +200,7 @@ def main() -> None:
     for repeat in range(own.repeats):
         for precision, graphs in ways:
             # An LSTM's gradient is not recorded, its inference is.
-            options = {"precision": precision, "cuda_graphs": graphs}
+            options = {"precision": precision, "disable_cuda_graphs": not graphs}
             way = argparse.Namespace(**{**vars(flags), **options})
             text = f"{precision}{', graphs' if graphs else ''}"
             if not (graphs and flags.use_lstm):

@@ -53,7 +53,7 @@ def add_actor_flags(group: Any) -> None:
         "--serial",
         action="store_true",
         help="run everything in one process and one thread: actors and learner take "
-        "turns. pdb works, and with --seed two runs on the CPU are bitwise equal",
+        "turns, on the CPU. pdb works, and with --seed two runs are bitwise equal",
     )
 
 

@@ -55,13 +55,10 @@ def open_run(
       The actors, and the clocks of `limit_calls`, for `time_update`.
 
     Raises:
-      ConfigError: the network is on a GPU, or a flag differs that would change the
-        resumed run's results.
+      ConfigError: a flag differs that would change the resumed run's results.
     """
     flags = run.flags
     is_alone = ranks.size() == 1
-    if next(run.learner.net.parameters()).is_cuda:
-        raise ConfigError("--serial runs on the CPU; add --disable_cuda.")
     # Several learners wait for each other in an update. This wait has its own limit,
     # and `Learners` names the learner that is late.
     has_limit = is_alone and flags.on_stall == "stop"

@@ -2,6 +2,7 @@
 """`dry_run`: tries a network on rows of zeros, before the run starts."""
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,8 +43,10 @@ def dry_run(
     if not isinstance(getattr(net, "distribution", None), ActionDistribution):
         needed = "self.distribution = ActionDistribution(action_space)"
         raise _error("__init__", needed, getattr(net, "distribution", "none"))
-    net = copy.deepcopy(net)  # Its running statistics must not include the zeros.
     device = next(net.parameters()).device
+    # A copy: the running statistics must not include the zeros. `to` packs the weights
+    # of an LSTM on a GPU again.
+    net = copy.deepcopy(net).to(device)
     for T, B in SIZES:
         state = _initial_state(net, B, device)
         rows = zero_rows(observation_space, action_space, T, B)
@@ -67,7 +70,10 @@ def dry_run(
         for i, (old, new) in enumerate(zip(state, after)):
             where = f"forward's core_state[{i}] must be as initial_state's:"
             _check(where, _describe(old), new)
-        torch.stack([got[name].sum() for name in outputs]).sum().backward()
+        with warnings.catch_warnings():
+            # On a GPU the first backward pass of a process says this. It is harmless.
+            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+            torch.stack([got[name].sum() for name in outputs]).sum().backward()
 
 
 def _initial_state(

@@ -12,6 +12,7 @@ once.
 """
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -20,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.errors import ConfigError
 from core.nests import Nest, leaves, map_nest
+
+log = logging.getLogger(__name__)
 
 WARM_UPS = 3  # Calls in which libraries choose kernels and take the memory they need.
 
@@ -51,13 +53,21 @@ def in_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
         return
     with torch.cuda.stream(stream):
         yield
-    stream.synchronize()
+    _wait(stream)
 
 
 def wait_for(device: str | torch.device) -> None:
     """Wait until this thread's current stream has finished; on a CPU return at once."""
     if torch.device(device).type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        _wait(torch.cuda.current_stream(device))
+
+
+def _wait(stream: torch.cuda.Stream) -> None:
+    # `stream.synchronize` would keep a core busy, which environments need. After that
+    # the system would also let this thread wait for its turn.
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    event.synchronize()
 
 
 def allocate_page_locked(num_bytes: int) -> torch.Tensor:
@@ -78,10 +88,11 @@ class Graphs:
     columns. With `pad` it is recorded once for each power of two, and the last columns
     may be unused.
 
-    The function must not wait for the GPU (`.item()`, `.cpu()`, `if tensor:`). It must
-    launch the same kernels whatever values the tensors hold. It may write only to the
+    The function must launch the same kernels in each call. It may write only to the
     tensors that it returns and to tensors that exist before and after the call. No
-    thread may draw random numbers on the GPU during the recording.
+    thread may draw random numbers on the GPU during the recording. If the function
+    waits for the GPU (`.item()`, `.cpu()`, `if tensor:`), it cannot be recorded: this
+    class then logs a warning, and calls the function each time.
     """
 
     def __init__(
@@ -90,15 +101,19 @@ class Graphs:
         device: str | torch.device,
         *,
         pad: bool = False,
+        record: bool = True,
     ):
         """Wrap `function`, whose arguments are nests of tensors [rows, columns, ...].
 
         Args:
+          record: if False, call the function each time.
           pad: round the number of columns up to a power of two. The columns must be
             independent of each other, and all results must be [rows, columns, ...].
         """
         self._function = function
+        self._device = device
         self._pad = pad
+        self._record_it = record
         self._recorder = Recorder(device)
         # By number of columns: input tensors, replay function, output tensors.
         self._graphs: dict[int, tuple[Nest, Callable[[], None], Any]] = {}
@@ -107,39 +122,43 @@ class Graphs:
         """Return the function's result, in tensors that the next call overwrites.
 
         Args:
-          args: nests of tensors on the GPU.
-
-        Raises:
-          ConfigError: the function cannot be recorded.
+          args: nests of tensors, on the GPU or in page-locked memory.
         """
         num = next(leaves(args))[1].shape[1]
         size = 1 << (num - 1).bit_length() if self._pad else num
-        if size not in self._graphs:
-            self._graphs[size] = self._record(args, size)
+        if self._record_it and size not in self._graphs:
+            self._record(args, size)
+        if not self._record_it:
+            return self._function(*map_nest(self._to_gpu, args))
         inputs, replay, outputs = self._graphs[size]
-        map_nest(lambda to, x: to[:, :num].copy_(x), inputs, args)
+        map_nest(lambda to, x: to[:, :num].copy_(x, non_blocking=True), inputs, args)
         replay()
         return map_nest(lambda x: x[:, :num], outputs) if self._pad else outputs
 
-    def _record(
-        self, args: tuple[Nest, ...], size: int
-    ) -> tuple[Nest, Callable[[], None], Any]:
+    def _to_gpu(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self._device, non_blocking=True)
+
+    def _record(self, args: tuple[Nest, ...], size: int) -> None:
         # Unused columns must hold valid values, too: they repeat the other columns.
-        inputs = map_nest(lambda x: x[:, torch.arange(size) % x.shape[1]], args)
+        repeat = lambda x: x[:, torch.arange(size) % x.shape[1]]  # noqa: E731
+        inputs = map_nest(lambda x: self._to_gpu(repeat(x)), args)
         try:
             replay, outputs = self._recorder(self._function, inputs)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
             # The end of a failed recording fails, too. Report the first error.
-            first = error.__context__ or error
-            raise ConfigError(
-                f"--cuda_graphs: the network cannot be recorded: {first}. Its code "
-                "must not wait for the GPU (.item(), .cpu(), if tensor:) and must not "
-                "depend on the values of tensors. Change the code, or leave "
-                "--cuda_graphs out."
-            ) from error
-        return inputs, replay, outputs
+            first = str(error.__context__ or error).partition("\n")[0]
+            log.warning(
+                "The network's GPU operations cannot be recorded, so Python launches "
+                "them one by one, which is slower: %s. Code that waits for the GPU "
+                "(.item(), .cpu(), if tensor:) has this effect. With "
+                "--disable_cuda_graphs nothing is recorded.",
+                first,
+            )
+            self._record_it = False
+        else:
+            self._graphs[size] = (inputs, replay, outputs)
 
 
 class Recorder:

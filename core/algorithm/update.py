@@ -81,8 +81,10 @@ class Learner:
         self.gradient: Callable[..., list[ImpalaLoss]] = functools.partial(
             compute_gradient, flags, net, loss or compute_loss
         )
-        if flags.cuda_graphs and self.device.type == "cuda" and not flags.use_lstm:
-            self.gradient = Graphs(self.gradient, self.device)
+        # An LSTM's kernels depend on where episodes end.
+        if self.device.type == "cuda" and not flags.use_lstm:
+            record = not flags.disable_cuda_graphs
+            self.gradient = Graphs(self.gradient, self.device, record=record)
         self.lock = threading.Lock()
         # Guarded by `lock`:
         self.step = 0  # Agent steps learned from: transitions, not rows.
@@ -265,7 +267,7 @@ def compute_gradient(
     """
     # A CUDA graph writes into the .grad tensors it was recorded with, so they are
     # zeroed in place.
-    net.zero_grad(set_to_none=not flags.cuda_graphs)
+    net.zero_grad(set_to_none=not rows["done"].is_cuda)  # Graphs write to the same.
     parts = []
     for rows_part, state_part in losses.split_columns(rows, state):
         part = loss(flags, net, rows_part, state_part)

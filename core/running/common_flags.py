@@ -279,12 +279,12 @@ def _add_network_flags(learner: Any) -> None:
         "from. Integers and Discrete values stay as they are",
     )
     learner.add_argument(
-        "--cuda_graphs",
+        "--disable_cuda_graphs",
         action="store_true",
-        help="record the network's GPU operations once and replay them, so that Python "
-        "does not launch them one by one. Used for inference (PolyBeast), and for the "
-        "gradient unless --use_lstm is set. Do not use it for networks whose Python "
-        "code depends on the values of tensors",
+        help="launch the network's GPU operations one by one. Usually they are "
+        "recorded once and then replayed, which is faster: for inference (PolyBeast), "
+        "and for the gradient unless --use_lstm is set. Use this flag if forward does "
+        "not run the same operations in each call, such as those of an if or a counter",
     )
     learner.add_argument(
         "--initial_action_std",

@@ -47,6 +47,7 @@ TORCHBEAST = [
     ("--num_learner_threads", "3", "num_learner_threads", 3),
     ("--num_threads", "3", "num_learner_threads", 3),
     ("--disable_cuda", None, "disable_cuda", True),
+    ("--disable_cuda_graphs", None, "disable_cuda_graphs", True),
     ("--use_lstm", None, "use_lstm", True),
     ("--entropy_cost", "0.0006", "entropy_cost", 0.0006),
     ("--baseline_cost", "0.25", "baseline_cost", 0.25),
@@ -313,10 +314,6 @@ BAD_COMBINATIONS = [
         ["--num_learner_threads is 2", "--serial", "Leave one of them out."],
     ),
     (
-        "--cuda_graphs --disable_cuda",
-        ["--cuda_graphs is set", "on the CPU", "--disable_cuda", "Leave it out."],
-    ),
-    (
         "--total_steps 639 --batch_size 32 --unroll_length 20",
         [
             "--total_steps is 639",
@@ -389,16 +386,10 @@ def test_taking_the_advice_helps(argv, capsys):
     monobeast.parse_flags([*argv.split(), *advice.split()])
 
 
-def test_graphs_need_a_gpu_and_a_gradient_that_is_always_the_same(monkeypatch, capsys):
+def test_a_serial_run_is_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert monobeast.parse_flags(["--cuda_graphs"]).cuda_graphs
-    message = refusal(["--cuda_graphs", "--use_lstm"], capsys)
-    for part in ("--cuda_graphs is set", "--use_lstm", "Leave one of them out."):
-        assert part in message
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = refusal(["--cuda_graphs"], capsys)
-    for part in ("--cuda_graphs is set", "torch sees no GPU", "Leave it out."):
-        assert part in message
+    assert monobeast.has_gpu(monobeast.parse_flags([]))
+    assert not monobeast.has_gpu(monobeast.parse_flags(["--serial"]))
 
 
 def test_what_is_just_enough_is_accepted():

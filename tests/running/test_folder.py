@@ -40,7 +40,7 @@ def test_meta_says_what_ran_where_from_which_code(tmp_path):
         "seed": 3,
     }
     assert meta["first_env_seeds"] == [7]
-    assert meta["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(meta["versions"]["torch"])  # Maybe +cu130.
     assert meta["versions"]["python"] == sys.version.split()[0]
     assert {"gymnasium", "ale-py", "numpy"} < meta["versions"].keys()
     assert meta["cpu_count"] == os.cpu_count()
@@ -54,7 +54,7 @@ def test_a_package_without_metadata_does_not_stop_a_run(tmp_path, monkeypatch):
     (tmp_path / "gone-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     write_meta(tmp_path, flags={}, extra={})
-    assert read_meta(tmp_path)["versions"]["torch"] == torch.__version__
+    assert read_meta(tmp_path)["versions"]["torch"]
 
 
 def test_meta_lists_every_start(tmp_path):

@@ -43,7 +43,8 @@ def wide_env() -> gym.Env:
 
 def make_run(savedir: Path, *flags: str, xpid: str = "x") -> run.Run:
     parsed = monobeast.parse_flags(
-        ["--savedir", str(savedir), "--xpid", xpid, "--env", "Catch", *SIZES, *flags]
+        ["--savedir", str(savedir), "--xpid", xpid, "--env", "Catch", "--disable_cuda"]
+        + [*SIZES, *flags]
     )
     (savedir / xpid).mkdir(exist_ok=True)
     spaces = monobeast.read_spaces(parsed)

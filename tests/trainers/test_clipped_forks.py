@@ -61,7 +61,7 @@ def main(argv):
 
 def make_learner(trainer, *argv):
     """Return a learner, and a batch of random rollouts."""
-    flags = trainer.parse_flags([*FLAGS, *argv])
+    flags = trainer.parse_flags([*FLAGS, "--disable_cuda", *argv])
     spaces = trainer.read_spaces(flags)
     torch.manual_seed(0)
     learner = trainer.create_learner(flags, spaces)

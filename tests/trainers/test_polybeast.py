@@ -400,10 +400,7 @@ def test_inference_leaves_the_cores_to_a_learner_that_needs_them(
 
     def infer() -> None:
         flags = SimpleNamespace(
-            learner_device=device,
-            actor_device="cpu",
-            learner_cores=cores,
-            cuda_graphs=False,
+            learner_device=device, actor_device="cpu", learner_cores=cores
         )
         polybeast.inference(flags, None, None, [], None, Trace(None))
 
@@ -413,9 +410,7 @@ def test_inference_leaves_the_cores_to_a_learner_that_needs_them(
 
 
 def test_inference_keeps_to_one_core_beside_a_learner_on_several():
-    flags = SimpleNamespace(
-        learner_device="cpu", actor_device="cpu", learner_cores=2, cuda_graphs=False
-    )
+    flags = SimpleNamespace(learner_device="cpu", actor_device="cpu", learner_cores=2)
     is_acting, is_learning = threading.Event(), threading.Event()
     used = {}
 

@@ -399,7 +399,7 @@ def test_what_remote_servers_decide_is_refused_here(flag, capsys):
         (4, "--learner_device cuda:3", "cuda:3", "cuda:1"),
         (1, "--learner_device cuda", "cuda", "cuda:0"),
         (2, "--disable_cuda --learner_device cpu", "cpu", "cpu"),
-        (1, "--cuda_graphs --learner_device cpu", "cpu", "cuda:0"),
+        (1, "--learner_device cpu", "cpu", "cuda:0"),
     ],
 )
 def test_devices_are_the_gpus_there_are(monkeypatch, num_gpus, argv, learner, actor):
@@ -419,17 +419,6 @@ def test_devices_are_the_gpus_there_are(monkeypatch, num_gpus, argv, learner, ac
             ["--actor_device is cuda:1", "with --disable_cuda", "--actor_device cpu"],
         ),
         (2, "--actor_device gpu", ["--actor_device is 'gpu'"]),
-        (0, "--cuda_graphs", ["--cuda_graphs is set", "on the CPU", "--actor_device"]),
-        (
-            2,
-            "--cuda_graphs --learner_device cpu --actor_device cpu",
-            ["--cuda_graphs is set", "on the CPU", "Leave it out"],
-        ),
-        (
-            1,
-            "--cuda_graphs --actor_device cpu --use_lstm",
-            ["--cuda_graphs", "use_lstm"],
-        ),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(
