@@ -6,8 +6,9 @@
 Takes flags that both trainers know, and prints three tables:
 
     learner     nothing but updates: agent steps per second with two learner threads,
-                the copies to the GPU included; the GPU's own time for a gradient, and
-                what its arithmetic would take at the rate of a large matrix product
+                the copies to the GPU included; the time of one update, of its gradient
+                alone, and what the gradient's arithmetic would take at the rate of a
+                large matrix product (the raw figures have the other parts, too)
     inference   nothing but batches of N rows, on their way to the GPU and back, by one
                 thread: what a batch takes, and rows per second
     polybeast   the whole program with 1, 2, 4 ... server processes on as many cores,
@@ -34,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import monobeast
 import polybeast
 from benchmarks import ceilings, out_file
-from core.algorithm import counters, gpu
+from core.algorithm import counters, gpu, losses
 from core.algorithm.update import compute_gradient, compute_loss
 from core.nests import map_nest
 from core.running.machine import keep_freed_memory, num_cores
@@ -104,12 +105,28 @@ def measure_learner(
         thread.result()
     rate = (learner.updates - before) * T * B / (time.perf_counter() - began)
     rows, first = map_nest(lambda x: torch.from_numpy(x).to(device), (batch, state))
-    gradient_s = seconds(lambda: learner.gradient(rows, first), device)
+    results, parameters = learner.gradient(rows, first), list(learner.net.parameters())
+
+    def clip() -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, flags.grad_norm_clipping)
+
+    norm = clip()
+    parts = {
+        "update": lambda: learner.update(batch, state),
+        "copy": lambda: map_nest(
+            lambda x: torch.from_numpy(x).to(device, non_blocking=True), (batch, state)
+        ),
+        "gradient": lambda: learner.gradient(rows, first),
+        "clip": clip,
+        "sums": lambda: losses.sum_scalars(results, norm),
+        "optimizer": learner.optimizers[0].step,
+    }
+    times = {f"{name}_ms": 1e3 * seconds(work, device) for name, work in parts.items()}
     with FlopCounterMode(display=False) as counter:
         compute_gradient(flags, learner.net, compute_loss, rows, first)
     dtype = getattr(torch, flags.precision)
     floor_s = counter.get_total_flops() / flops_per_second(dtype, device)
-    return {"fps": rate, "gradient_ms": 1e3 * gradient_s, "floor_ms": 1e3 * floor_s}
+    return {"fps": rate, **times, "floor_ms": 1e3 * floor_s}
 
 
 class Batch:
@@ -210,12 +227,14 @@ def main() -> None:
                 result = measure_inference(way, device, n, own.part_s / 4)
                 runs.setdefault(f"inference of {n}, {text}", []).append(result)
         print(f"repeat {repeat + 1} of {own.repeats} done", file=sys.stderr)
-    print(f"{'':36}{'steps/s':>12}{'gradient ms':>13}{'its floor':>11}")
+    print(f"{'':36}{'steps/s':>12}{'update ms':>13}{'gradient':>11}{'its floor':>11}")
     for key, results in runs.items():
         if key.startswith("learner"):
             m = medians(results)
-            line = f"{m['fps']:12.0f}{m['gradient_ms']:13.2f}{m['floor_ms']:11.2f}"
-            print(f"{key:36}{line}")
+            times = (
+                f"{m['update_ms']:13.2f}{m['gradient_ms']:11.2f}{m['floor_ms']:11.3f}"
+            )
+            print(f"{key:36}{m['fps']:12.0f}{times}")
     print(f"{'':36}{'rows/s':>12}{'us a batch':>13}")
     for key, results in runs.items():
         if key.startswith("inference"):

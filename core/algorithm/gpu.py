@@ -53,21 +53,13 @@ def in_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
         return
     with torch.cuda.stream(stream):
         yield
-    _wait(stream)
+    stream.synchronize()
 
 
 def wait_for(device: str | torch.device) -> None:
     """Wait until this thread's current stream has finished; on a CPU return at once."""
     if torch.device(device).type == "cuda":
-        _wait(torch.cuda.current_stream(device))
-
-
-def _wait(stream: torch.cuda.Stream) -> None:
-    # `stream.synchronize` would keep a core busy, which environments need. After that
-    # the system would also let this thread wait for its turn.
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    event.synchronize()
+        torch.cuda.current_stream(device).synchronize()
 
 
 def allocate_page_locked(num_bytes: int) -> torch.Tensor:
@@ -117,6 +109,8 @@ class Graphs:
         self._recorder = Recorder(device)
         # By number of columns: input tensors, replay function, output tensors.
         self._graphs: dict[int, tuple[Nest, Callable[[], None], Any]] = {}
+        # The same for calls with fewer columns, with the parts of the tensors they use.
+        self._parts: dict[int, tuple[Nest, Callable[[], None], Any]] = {}
 
     def __call__(self, *args: Nest) -> Any:
         """Return the function's result, in tensors that the next call overwrites.
@@ -125,18 +119,28 @@ class Graphs:
           args: nests of tensors, on the GPU or in page-locked memory.
         """
         num = next(leaves(args))[1].shape[1]
-        size = 1 << (num - 1).bit_length() if self._pad else num
-        if self._record_it and size not in self._graphs:
-            self._record(args, size)
+        if self._record_it and num not in self._parts:
+            self._prepare(args, num)
         if not self._record_it:
             return self._function(*map_nest(self._to_gpu, args))
-        inputs, replay, outputs = self._graphs[size]
-        map_nest(lambda to, x: to[:, :num].copy_(x, non_blocking=True), inputs, args)
+        inputs, replay, outputs = self._parts[num]
+        map_nest(lambda to, x: to.copy_(x, non_blocking=True), inputs, args)
         replay()
-        return map_nest(lambda x: x[:, :num], outputs) if self._pad else outputs
+        return outputs
 
     def _to_gpu(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self._device, non_blocking=True)
+
+    def _prepare(self, args: tuple[Nest, ...], num: int) -> None:
+        size = 1 << (num - 1).bit_length() if self._pad else num
+        if size not in self._graphs:
+            self._record(args, size)
+        if not self._record_it:
+            return
+        inputs, replay, outputs = self._graphs[size]
+        if size > num:
+            inputs, outputs = map_nest(lambda x: x[:, :num], (inputs, outputs))
+        self._parts[num] = inputs, replay, outputs
 
     def _record(self, args: tuple[Nest, ...], size: int) -> None:
         # Unused columns must hold valid values, too: they repeat the other columns.
