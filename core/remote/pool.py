@@ -215,8 +215,8 @@ class PoolWatch:
 
     def _count_env_time(self, stats: Mapping[str, Any]) -> None:
         since = stats["env_s"] - self._env_s
-        workers = max(1, len(stats["addresses"]))
-        self._learner.busy.add("env", since, workers=workers)
+        num_streams = len(stats["addresses"]) * self._num_streams
+        self._learner.busy.add("env", since, workers=max(1, num_streams))
         self._env_s = stats["env_s"]
 
     def columns(self, stats: Mapping[str, Any] | None = None) -> dict[str, Any]:

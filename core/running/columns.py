@@ -119,7 +119,8 @@ FIELDS = (
         "env_busy",
         "share of time",
         "time in which environments step. PolyBeast: from sending actions until the "
-        "server answers. MonoBeast: in the actors",
+        "server answers, the mean of all streams; the streams of one server wait for "
+        "each other, which counts too. MonoBeast: in the actors",
     ),
     Field(
         "gpu_utilization",

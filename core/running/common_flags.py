@@ -239,7 +239,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         "half of them; 1 with MonoBeast's --serial",
     )
     learner.add_argument(
-        "--disable_cuda", action="store_true", help="learn on the CPU even with a GPU"
+        "--disable_cuda", action="store_true", help="use the CPU even with a GPU"
     )
     _add_network_flags(learner)
     _add_replay_flags(learner)

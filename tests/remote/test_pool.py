@@ -243,12 +243,12 @@ def test_the_time_of_servers_that_left_counts_once():
     learner = SimpleNamespace(progress=lambda: 7, busy=BusyTime())
     actors = FakeActors()
     servers = FakeServers(is_local=False)
-    watch = pool.PoolWatch(flags, learner, actors, None, 1, servers)
+    watch = pool.PoolWatch(flags, learner, actors, None, 2, servers)
     for env_s, addresses in ((4.0, ["a", "b"]), (7.0, ["b"]), (7.0, [])):
         servers_now = {name: {"steps": 0, "env_s": 0.0} for name in addresses}
         now = stats(connected=0, env_s=env_s, addresses=servers_now)
         watch._count_env_time(now)
-    assert learner.busy._seconds == {"env": 4.0 / 2 + 3.0}
+    assert learner.busy._seconds == {"env": 4.0 / (2 * 2) + 3.0 / 2}
     watch.close()
 
 
