@@ -346,13 +346,17 @@ class Weights:
         self._device = device
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._tensors = [x.to(device, copy=True) for x in net.state_dict().values()]
+        self._tensors = {
+            name: tensor.detach().to(device, copy=True)
+            for name, tensor in net.state_dict().items()
+        }
         self._version = -1
 
     def publish(self, net: nn.Module, version: int) -> None:
         """Copy the weights of `net`, for inference threads to fetch as `version`."""
         with self._lock:
-            torch._foreach_copy_(self._tensors, list(net.state_dict().values()))
+            for name, tensor in net.state_dict().items():
+                self._tensors[name].copy_(tensor)
             wait_for(self._device)  # Inference threads read in other CUDA streams.
             self._version = version
 
@@ -364,7 +368,8 @@ class Weights:
         if self._version == have:
             return have
         with self._lock:
-            torch._foreach_copy_(list(net.state_dict().values()), self._tensors)
+            for name, tensor in net.state_dict().items():
+                tensor.copy_(self._tensors[name])
             wait_for(self._device)  # Before the learner may write the next weights.
             return self._version
 

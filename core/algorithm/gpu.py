@@ -12,7 +12,6 @@ once.
 """
 
 import contextlib
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -21,11 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from core.errors import ConfigError
 from core.nests import Nest, leaves, map_nest
 
-log = logging.getLogger(__name__)
-
 WARM_UPS = 3  # Calls in which libraries choose kernels and take the memory they need.
+# Without `pad`: each graph keeps a batch in memory. Further sizes are not recorded.
+MAX_GRAPHS = 4
+# Older versions cannot replay a graph while another thread records one.
+CAN_RECORD = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 
 def create_stream(
@@ -80,11 +82,12 @@ class Graphs:
     columns. With `pad` it is recorded once for each power of two, and the last columns
     may be unused.
 
-    The function must launch the same kernels in each call. It may write only to the
-    tensors that it returns and to tensors that exist before and after the call. No
-    thread may draw random numbers on the GPU during the recording. If the function
-    waits for the GPU (`.item()`, `.cpu()`, `if tensor:`), it cannot be recorded: this
-    class then logs a warning, and calls the function each time.
+    The function must not wait for the GPU (`.item()`, `.cpu()`, `if tensor:`). It must
+    launch the same kernels in each call. Python numbers keep the values that they have
+    during the recording. The function may write only to the tensors that it returns and
+    to tensors that exist before and after the call. (The first call with a number of
+    columns runs it some times more.) No thread may draw random numbers on the GPU
+    during the recording.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Graphs:
         self._function = function
         self._device = device
         self._pad = pad
-        self._record_it = record
+        self._max_graphs = (1000 if pad else MAX_GRAPHS) if record and CAN_RECORD else 0
         self._recorder = Recorder(device)
         # By number of columns: input tensors, replay function, output tensors.
         self._graphs: dict[int, tuple[Nest, Callable[[], None], Any]] = {}
@@ -117,12 +120,16 @@ class Graphs:
 
         Args:
           args: nests of tensors, on the GPU or in page-locked memory.
+
+        Raises:
+          ConfigError: the function cannot be recorded.
         """
         num = next(leaves(args))[1].shape[1]
-        if self._record_it and num not in self._parts:
-            self._prepare(args, num)
-        if not self._record_it:
-            return self._function(*map_nest(self._to_gpu, args))
+        if num not in self._parts:
+            size = 1 << (num - 1).bit_length() if self._pad else num
+            if size not in self._graphs and len(self._graphs) >= self._max_graphs:
+                return self._function(*map_nest(self._to_gpu, args))
+            self._parts[num] = self._prepare(args, num, size)
         inputs, replay, outputs = self._parts[num]
         map_nest(lambda to, x: to.copy_(x, non_blocking=True), inputs, args)
         replay()
@@ -131,18 +138,19 @@ class Graphs:
     def _to_gpu(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self._device, non_blocking=True)
 
-    def _prepare(self, args: tuple[Nest, ...], num: int) -> None:
-        size = 1 << (num - 1).bit_length() if self._pad else num
+    def _prepare(
+        self, args: tuple[Nest, ...], num: int, size: int
+    ) -> tuple[Nest, Callable[[], None], Any]:
         if size not in self._graphs:
-            self._record(args, size)
-        if not self._record_it:
-            return
+            self._graphs[size] = self._record(args, size)
         inputs, replay, outputs = self._graphs[size]
         if size > num:
             inputs, outputs = map_nest(lambda x: x[:, :num], (inputs, outputs))
-        self._parts[num] = inputs, replay, outputs
+        return inputs, replay, outputs
 
-    def _record(self, args: tuple[Nest, ...], size: int) -> None:
+    def _record(
+        self, args: tuple[Nest, ...], size: int
+    ) -> tuple[Nest, Callable[[], None], Any]:
         # Unused columns must hold valid values, too: they repeat the other columns.
         repeat = lambda x: x[:, torch.arange(size) % x.shape[1]]  # noqa: E731
         inputs = map_nest(lambda x: self._to_gpu(repeat(x)), args)
@@ -152,17 +160,15 @@ class Graphs:
             raise
         except RuntimeError as error:
             # The end of a failed recording fails, too. Report the first error.
-            first = str(error.__context__ or error).partition("\n")[0]
-            log.warning(
-                "The network's GPU operations cannot be recorded, so Python launches "
-                "them one by one, which is slower: %s. Code that waits for the GPU "
-                "(.item(), .cpu(), if tensor:) has this effect. With "
-                "--disable_cuda_graphs nothing is recorded.",
-                first,
-            )
-            self._record_it = False
-        else:
-            self._graphs[size] = (inputs, replay, outputs)
+            first = error.__context__ or error
+            if isinstance(first, torch.cuda.OutOfMemoryError):
+                raise first from None
+            raise ConfigError(
+                "the network's GPU operations cannot be recorded as a CUDA graph: "
+                f"{first}. forward and the loss must not wait for the GPU (.item(), "
+                ".cpu(), if tensor:). Change them, or use --disable_cuda_graphs."
+            ) from error
+        return inputs, replay, outputs
 
 
 class Recorder:
@@ -183,20 +189,27 @@ class Recorder:
           values that `args` hold at that time; and the tensors for its results.
         """
         graph = torch.cuda.CUDAGraph()
-        with _recording, torch.cuda.device(self._device):
-            self._stream = stream = self._stream or torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
-                    function(*args)
-            # "thread_local": GPU calls of other threads do not break the recording.
-            with torch.cuda.graph(
-                graph, self._pool, stream, capture_error_mode="thread_local"
-            ):
-                outputs = function(*args)
-            torch.cuda.current_stream().wait_stream(stream)
+        with recording, torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            if self._stream is None:  # A graph's kernels keep the priority of this one.
+                self._stream = torch.cuda.Stream(priority=current.priority)
+            stream = self._stream
+            stream.wait_stream(current)
+            # The outer block: a failed recording does not leave its stream by itself.
+            with torch.cuda.stream(current):
+                with torch.cuda.stream(stream):
+                    for _ in range(WARM_UPS):
+                        function(*args)
+                # "thread_local": GPU calls of other threads do not break the recording.
+                with torch.cuda.graph(
+                    graph, self._pool, stream, capture_error_mode="thread_local"
+                ):
+                    outputs = function(*args)
+            current.wait_stream(stream)
         self._pool = graph.pool()
         return graph.replay, outputs
 
 
-_recording = threading.Lock()  # CUDA's random numbers allow one recording at a time.
+# CUDA's random numbers allow one recording at a time. A thread that waits for the whole
+# GPU must hold this, too.
+recording = threading.Lock()

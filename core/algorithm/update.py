@@ -66,6 +66,7 @@ class Learner:
             options that training has changed, such as a counter: these are restored
             from the checkpoint.
           loss: a function with the arguments of `compute_loss`, which is the default.
+            On a GPU it must be one that `Graphs` can record.
 
         Raises:
           ConfigError: a flag asks for statistics that net does not keep.

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
+from core.algorithm.gpu import recording
+
 log = logging.getLogger(__name__)
 
 UNTRACED_UPDATES = 5  # The first updates of a run are slower than the others.
@@ -77,12 +79,14 @@ class Trace:
         if self._is_running and is_complete:
             self._write()
         elif not self._is_running and updates >= self._begin:
-            self._profiler.start()
+            with recording:
+                self._profiler.start()
             self._is_running = True
 
     def _write(self) -> None:
         assert self._profiler is not None and self._path is not None
-        self._profiler.stop()
+        with recording:  # It waits for the GPU.
+            self._profiler.stop()
         self._is_running = False
         with contextlib.suppress(OSError):  # Of an earlier run; or it cannot be opened.
             self._path.unlink()
