@@ -283,8 +283,8 @@ def _add_network_flags(learner: Any) -> None:
         action="store_true",
         help="launch the network's GPU operations one by one. Usually they are "
         "recorded once and then replayed, which is faster: for inference (PolyBeast), "
-        "and for the gradient unless --use_lstm is set. Use this flag if forward or the "
-        "loss depend on Python values that change, or wait for the GPU (.item())",
+        "and for the gradient unless --use_lstm is set. Use this flag if forward or "
+        "the loss depend on Python values that change, or wait for the GPU (.item())",
     )
     learner.add_argument(
         "--initial_action_std",
