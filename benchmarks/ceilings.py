@@ -403,7 +403,7 @@ def settings_to_try(own: argparse.Namespace, batch_size: int) -> list[tuple[str,
             ("num_inference_threads", sorted({1, 2, max(1, cores // 4)})),
             ("num_servers", sorted({max(1, cores - 1), cores, 2 * cores})),
             ("envs_per_stream", envs),
-            ("streams_per_server", [1, 2]),
+            ("streams_per_server", [1, 2, 4]),
             learner,
         ]
     return [*tries, ("batch_size", own.batch_sizes)]

@@ -154,21 +154,7 @@ class Graphs:
         # Unused columns must hold valid values, too: they repeat the other columns.
         repeat = lambda x: x[:, torch.arange(size) % x.shape[1]]  # noqa: E731
         inputs = map_nest(lambda x: self._to_gpu(repeat(x)), args)
-        try:
-            replay, outputs = self._recorder(self._function, inputs)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            # The end of a failed recording fails, too. Report the first error.
-            first = error.__context__ or error
-            if isinstance(first, torch.cuda.OutOfMemoryError):
-                raise first from None
-            raise ConfigError(
-                "the network's GPU operations cannot be recorded as a CUDA graph: "
-                f"{first}. forward and the loss must not wait for the GPU (.item(), "
-                ".cpu(), if tensor:). Change them, or use --disable_cuda_graphs."
-            ) from error
-        return inputs, replay, outputs
+        return inputs, *self._recorder(self._function, inputs)
 
 
 class Recorder:
@@ -187,6 +173,9 @@ class Recorder:
         Returns:
           A function that runs the recording again, in the caller's stream and with the
           values that `args` hold at that time; and the tensors for its results.
+
+        Raises:
+          ConfigError: the function cannot be recorded.
         """
         graph = torch.cuda.CUDAGraph()
         with recording, torch.cuda.device(self._device):
@@ -201,13 +190,35 @@ class Recorder:
                     for _ in range(WARM_UPS):
                         function(*args)
                 # "thread_local": GPU calls of other threads do not break the recording.
-                with torch.cuda.graph(
+                to_graph = torch.cuda.graph(
                     graph, self._pool, stream, capture_error_mode="thread_local"
-                ):
+                )
+                with explain_failed_recording(), to_graph:
                     outputs = function(*args)
             current.wait_stream(stream)
         self._pool = graph.pool()
         return graph.replay, outputs
+
+
+@contextlib.contextmanager
+def explain_failed_recording() -> Iterator[None]:
+    """If the block cannot be recorded as a CUDA graph, say what to change.
+
+    Raises:
+      ConfigError: instead of CUDA's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # The end of a failed recording fails, too. Report the first error.
+        first = error.__context__ or error
+        if isinstance(first, torch.cuda.OutOfMemoryError):
+            raise first from None
+        raise ConfigError(
+            "the network's GPU operations cannot be recorded as a CUDA graph: "
+            f"{first}. forward and the loss must not wait for the GPU (.item(), "
+            ".cpu(), if tensor:). Change them, or use --disable_cuda_graphs."
+        ) from error
 
 
 # CUDA's random numbers allow one recording at a time. A thread that waits for the whole

@@ -33,11 +33,15 @@ def explain_out_of_memory(batch: Nest, net: nn.Module) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        is_torchs = isinstance(error, torch.cuda.OutOfMemoryError) or (
-            "can't allocate memory" in str(error)  # torch's allocator on the CPU.
+        is_on_gpu = isinstance(error, torch.cuda.OutOfMemoryError)
+        is_on_cpu = isinstance(error, MemoryError) or (
+            "can't allocate memory" in str(error)  # torch's allocator.
         )
-        if not (is_torchs or isinstance(error, MemoryError)):
+        if not (is_on_gpu or is_on_cpu):
             raise
+        device = next(net.parameters()).device
+        where = "GPU" if is_on_gpu else "machine"
+        left = torch.cuda.mem_get_info(device)[0] if is_on_gpu else available_memory()
         rows, num_rollouts = batch["done"].shape
         batch_mib = sum(x.nbytes for _, x in leaves(batch)) / 2**20
         net_mib = sum(x.nbytes for x in net.state_dict().values()) / 2**20
@@ -45,9 +49,8 @@ def explain_out_of_memory(batch: Nest, net: nn.Module) -> Iterator[None]:
             f"no memory for an update of {num_rollouts} rollouts of {rows - 1} steps: "
             f"the batch has {batch_mib:,.1f} MiB, the network {net_mib:,.1f} MiB. The "
             "gradient and the optimizer state have a multiple of the network's size, "
-            "and the activations are not counted. The machine has "
-            f"{available_memory() / 2**20:,.1f} MiB left. Lower --batch_size or "
-            "--unroll_length."
+            f"and the activations are not counted. The {where} has {left / 2**20:,.1f} "
+            "MiB left. Lower --batch_size or --unroll_length."
         ) from error
 
 

@@ -252,28 +252,41 @@ def test_updates_by_graphs_are_the_same_updates(device):
     map_nest(assert_close, got, expected)
 
 
+def test_what_cannot_be_recorded_is_named_with_the_flag():
+    message = "operation not permitted.*--disable_cuda_graphs"
+    with pytest.raises(ConfigError, match=message), gpu.explain_failed_recording():
+        raise RuntimeError("operation not permitted")
+    # The end of a failed recording raises, too.
+    with pytest.raises(ConfigError, match=message), gpu.explain_failed_recording():
+        try:
+            raise RuntimeError("operation not permitted")
+        finally:
+            raise RuntimeError("capture was invalidated")
+    with (
+        pytest.raises(torch.cuda.OutOfMemoryError),
+        gpu.explain_failed_recording(),
+    ):
+        raise torch.cuda.OutOfMemoryError("2 GiB")
+
+
+@needs_gpu
 @torch.inference_mode()
-def test_what_cannot_be_recorded_is_named_with_the_flag(device):
-    net = polybeast.Net(PICTURES, ACTIONS).to(device)
+def test_a_network_that_waits_for_the_gpu_cannot_be_recorded(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    net = polybeast.Net(PICTURES, ACTIONS).cuda()
 
     def wait_for_the_gpu(rows, state):
-        if device == "cpu":
-            raise RuntimeError("operation not permitted")
         outputs, state = net(rows, state)
         outputs["baseline"].sum().item()
         return outputs, state
 
     rows = zero_rows(PICTURES, ACTIONS, 1, 2)
-    message = "operation not permitted.*--disable_cuda_graphs"
-    with pytest.raises(ConfigError, match=message):
-        gpu.Graphs(wait_for_the_gpu, device)(rows, ())
-    eager = gpu.Graphs(net, device, record=False)
-    assert device == "cpu" or (
-        torch.cuda.current_stream() == torch.cuda.default_stream()
-    )
-    expected = net(map_nest(lambda x: x.to(device), rows))
-    map_nest(assert_close, eager(rows, ()), expected)
-    assert not eager._graphs
+    with pytest.raises(ConfigError, match="not permitted.*--disable_cuda_graphs"):
+        gpu.Graphs(wait_for_the_gpu, "cuda")(rows, ())
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    said = gpu.Graphs(net, "cuda", record=False)(rows, ())
+    expected = net(map_nest(lambda x: x.cuda(), rows))
+    map_nest(assert_close, said, expected)
 
 
 def test_a_gradient_is_recorded_for_few_sizes_of_a_batch(device):

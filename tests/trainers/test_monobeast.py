@@ -161,9 +161,11 @@ def test_a_recurrent_state_of_any_type_stays_as_it_is(monkeypatch):
     assert [spec.dtype for spec in state] == [np.int64, np.float64, np.bool_]
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_an_update_without_memory_says_what_is_how_large(kind, monkeypatch):
-    flags = make_flags("Catch", "--num_actors", "1")
+@pytest.mark.parametrize(
+    "kind, left", [("torch", "machine"), ("numpy", "machine"), ("gpu", "GPU")]
+)
+def test_an_update_without_memory_says_what_is_how_large(kind, left, monkeypatch):
+    flags = make_flags("Catch", "--num_actors", "1", "--disable_cuda")
     spaces = monobeast.read_spaces(flags)
     learner = monobeast.create_learner(flags, spaces)
     outputs = monobeast.net_outputs(spaces)
@@ -171,14 +173,19 @@ def test_an_update_without_memory_says_what_is_how_large(kind, monkeypatch):
     batch = map_nest(lambda s: np.zeros((T + 1, E, *s.shape), s.dtype), row)
 
     def forward(rows, state):
+        if kind == "gpu":
+            raise torch.cuda.OutOfMemoryError("CUDA cannot allocate")
         torch.empty(2**50) if kind == "torch" else np.empty(2**50)
 
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**21, 2**30))
     monkeypatch.setattr(learner.net, "forward", forward)
     with pytest.raises(MemoryError) as error, explain_out_of_memory(batch, learner.net):
         learner.update(batch, ())
     assert f"{E} rollouts of {T} steps: the batch has 0.0 MiB, the network 0." in (
         str(error.value)
     )
+    assert f"The {left} has " in str(error.value)
+    assert ("has 2.0 MiB left" in str(error.value)) == (kind == "gpu")
     assert "Lower --batch_size" in str(error.value)
     assert "allocate" in str(error.value.__cause__)
     assert not learner.lock.locked()
