@@ -22,6 +22,7 @@ measured instead, without graphs.
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -108,7 +109,8 @@ def measure_learner(
     results, parameters = learner.gradient(rows, first), list(learner.net.parameters())
 
     def clip() -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(parameters, flags.grad_norm_clipping)
+        max_norm = flags.grad_norm_clipping or math.inf
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     norm = clip()
     parts = {

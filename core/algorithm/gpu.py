@@ -108,7 +108,9 @@ class Graphs:
         self._function = function
         self._device = device
         self._pad = pad
-        self._max_graphs = (1000 if pad else MAX_GRAPHS) if record and CAN_RECORD else 0
+        self._max_graphs = math.inf if pad else MAX_GRAPHS
+        if not (record and CAN_RECORD):
+            self._max_graphs = 0
         self._recorder = Recorder(device)
         # By number of columns: input tensors, replay function, output tensors.
         self._graphs: dict[int, tuple[Nest, Callable[[], None], Any]] = {}
