@@ -46,7 +46,6 @@ import concurrent.futures
 import contextlib
 import copy
 import functools
-import logging
 import sys
 import threading
 from collections.abc import Collection, Sequence
@@ -101,10 +100,8 @@ from core.running.supervise import (
 )
 from core.running.trace import Trace
 
-log = logging.getLogger("polybeast")
-
 TICK_S = 0.2  # The main loop checks signals, failures and clocks at least this often.
-JOIN_S = 30.0  # More than an update of the largest batch takes on one core.
+JOIN_S = 30.0  # A run whose updates take longer is stopped without a save.
 MAX_INFERENCE_BATCH = 1024
 # The keys of a row that Net reads.
 NET_INPUTS = ("observation", "reward", "done", "last_action")
@@ -251,8 +248,8 @@ class Net(nn.Module):
         head_size = LSTM_SIZE if use_lstm else core_size
         self.policy = PolicyHead(head_size, self.distribution, initial_std)
         self.value_torso = None
-        if model == "tanh" and not use_lstm:  # As in PPO's networks for MuJoCo.
-            self.value_torso = TORSOS[model](observation_space)
+        if isinstance(self.torso, TORSOS["tanh"]) and not use_lstm:  # As in PPO.
+            self.value_torso = TORSOS["tanh"](observation_space)
         linear = PopArt if "returns" in normalize else nn.Linear
         self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
 
@@ -339,7 +336,8 @@ class Weights:
     """The newest weights: the learner publishes them, inference threads fetch them.
 
     Each inference thread has its own copy of the network and fetches new weights
-    between two batches. So inference and updates never wait for each other.
+    between two batches. So inference and an update wait for each other only while one
+    of them copies weights.
     """
 
     def __init__(self, net: nn.Module, device: str):

@@ -197,7 +197,8 @@ class Actors:
     the buffers that it held become free, and a new process replaces it.
 
     Each actor has a clock in shared memory: the time (`time.monotonic`) at which the
-    present call into its environment began, or 0 while it fills no buffer. An actor
+    present call into its environment, or the present choice of actions, began, or 0
+    while it fills no buffer. An actor
     whose call takes longer than --env_step_timeout_s is killed.
 
     The main thread calls `start`, `poll` and `close` (Linux ends a child process
@@ -340,8 +341,11 @@ class Actors:
         self.start()
 
     def _check_progress(self, slot: ActorSlot, pause_end: float) -> None:
-        """Kill an actor whose environment takes too long."""
-        if slot.process is not None and kill_if_hung(
+        """Continue a stopped actor; kill an actor whose environment takes too long."""
+        if slot.process is None:
+            return
+        slot.process.continue_if_stopped(f"Actor {slot.actor_id}")
+        if kill_if_hung(
             f"Actor {slot.actor_id}",
             slot.process,
             self._clock[slot.actor_id],

@@ -7,8 +7,8 @@ addresses, the servers that a learner starts itself, machines that dial in, and 
 learner's watch over all servers. The learner's hot path does not belong here: it is C++
 (csrc/).
 
-Environment servers import neither torch nor libtorchbeast. `greet` and `pool` import
-both: only the learner may import these two.
+Environment servers import neither torch nor libtorchbeast. Only the learner may import
+`greet` and `pool`, which need them.
 
 Start with `env_server` and `supervisor` for the servers, with `pool` for the learner,
 with `server_lists` for the list of servers, with `messages` for the protocol.

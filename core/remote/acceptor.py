@@ -33,8 +33,9 @@ from pathlib import Path
 
 from core.errors import ConfigError
 from core.remote import child, tls
-from core.remote.addresses import make_private
+from core.remote.addresses import UNIX_PATH_NBYTES, make_private
 from core.remote.tunnel import (
+    MAX_SERVERS,
     Connection,
     Join,
     ProtocolError,
@@ -56,6 +57,9 @@ OPEN_S = 3.0  # Limit for a machine to dial a connection. The pool's limit for T
 LEAVE_S = 10.0  # A machine that joins again within this time keeps its addresses.
 BIND_S = 5.0  # Time for the acceptor of an earlier learner to end.
 CHECK_SOCKETS_S = 1.0  # Interval of looks whether the unix sockets are still there.
+# The sockets of a machine: a part of its name, then a part of its id. "dialed": the
+# learner saves network traffic, as over TCP.
+SOCKET_NAME = "dialed-{}-{}"
 BACKLOG = 1024  # Connections that the kernel accepts while this process is busy.
 
 
@@ -276,8 +280,8 @@ class Acceptor:
 
     async def _add(self, join: Join) -> Machine:
         """Create the unix sockets of a machine, and tell the learner."""
-        # "dialed" in the name: the learner saves network traffic, as over TCP.
-        path = self._folder / f"dialed-{join.name[:24]}-{join.machine[:8]}"
+        name = join.name[: name_nbytes(self._folder)]
+        path = self._folder / SOCKET_NAME.format(name, join.machine[:8])
         machine = self._machines[join.machine] = Machine(join, str(path))
         loop = asyncio.get_running_loop()
 
@@ -338,10 +342,16 @@ async def accept(flags: argparse.Namespace) -> None:
     """Accept until the learner ends this process.
 
     Raises:
-      ConfigError: the folder of the unix sockets is not private.
+      ConfigError: the folder of the unix sockets is not private, or its path too long.
       RuntimeError: see `check_sockets`. Then the learner starts this process again.
     """
     make_private(str(flags.folder))
+    if name_nbytes(flags.folder) < 1:
+        raise ConfigError(
+            f"--listen needs unix sockets in {flags.folder}, but this path is so long "
+            f"that theirs would have more than {UNIX_PATH_NBYTES} bytes. Set TMPDIR to "
+            "a shorter folder, such as /tmp."
+        )
     os.umask(0o177)  # Only this user may connect to the unix sockets.
     context = tls.context(flags.tls_dir, is_server=False)
     acceptor = Acceptor(flags.folder, context, flags.keepalive_s)
@@ -357,6 +367,12 @@ async def accept(flags: argparse.Namespace) -> None:
             acceptor.check_sockets()
     finally:
         await acceptor.close()
+
+
+def name_nbytes(folder: Path) -> int:
+    """Return how many bytes of a machine's name fit into the paths of its sockets."""
+    rest = SOCKET_NAME.format("", 8 * "x") + f".{MAX_SERVERS - 1}"
+    return min(24, UNIX_PATH_NBYTES - len(os.fsencode(folder / rest)))
 
 
 def describe(address: str) -> str:

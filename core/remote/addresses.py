@@ -103,7 +103,8 @@ def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
     if nbytes > UNIX_PATH_NBYTES:
         raise ConfigError(
             f"the socket path {path} has {nbytes} bytes, but a server's may have at "
-            f"most {UNIX_PATH_NBYTES}. Choose a shorter one."
+            f"most {UNIX_PATH_NBYTES}. Choose a shorter one; for a folder in TMPDIR, "
+            "set TMPDIR to a shorter folder."
         )
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):

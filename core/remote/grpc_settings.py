@@ -5,9 +5,18 @@ Some settings are environment variables that grpcio reads when Python imports it
 files of a server import gRPC from here: `from core.remote.grpc_settings import grpc`.
 """
 
+import importlib.util
 import os
 import sys
 from importlib import metadata
+
+from core.errors import ConfigError
+
+if importlib.util.find_spec("grpc") is None:
+    raise ConfigError(
+        f"No module named 'grpc' in {sys.executable}, but environment servers need it: "
+        "pip install grpcio"
+    )
 
 # gRPC's support for fork stops its threads before each fork and starts them again after
 # it. This blocks a server whose environment forks a worker. Workers do not use gRPC.

@@ -27,7 +27,7 @@ from core.running.supervise import (
 
 log = logging.getLogger(__name__)
 
-LAST_LINES_S = 0.2  # Time to read the last output of a process that has ended.
+LAST_LINES_S = 2.0  # Time to read the last output of a process that has ended.
 
 
 class LocalServers:
@@ -57,7 +57,11 @@ class LocalServers:
         self._restart_at: float | None = None  # Monotonic; None while servers run.
         self._last_line = ""
         self.restarts = 0  # Restarts of servers so far.
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self._remove_folder()
+            raise
 
     def _start(self) -> None:
         # It has a session of its own for one more reason: Linux divides the cores among
@@ -71,6 +75,9 @@ class LocalServers:
     def __exit__(self, *exc_info: object) -> None:
         child.end_process("The supervisor of the servers", self._process)
         concurrent.futures.wait([self._reader], LAST_LINES_S)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

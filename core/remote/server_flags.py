@@ -273,6 +273,11 @@ def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) ->
     if has_remote_servers(flags):
         check_server_addresses(parser, flags)
         return
+    if flags.insecure:
+        parser.error(
+            "--insecure is set but is for --server_addresses and --listen, and this "
+            "program starts its own servers. Leave it out."
+        )
     if not (flags.pipes_basename or "unix:").startswith("unix:"):
         parser.error(
             f"--pipes_basename is {flags.pipes_basename} but must be unix:/path. For "

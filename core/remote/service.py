@@ -16,7 +16,7 @@ import numpy as np
 
 from core.environments.faults import name_of
 from core.environments.stepping import Environments
-from core.errors import EnvSpecError
+from core.errors import EnvSpecError, MakeError
 from core.nests import Nest
 from core.remote import frames, messages
 from core.remote.messages import Action, Hello
@@ -90,13 +90,18 @@ class Service:
             env_class if options.vector else functools.partial(Environments, env_class)
         )
         self.num_envs = options.num_envs
-        probe = Hello(seed=0, first_env_id=0, incarnation=0)
-        envs = self.make_environments(probe, clock, num_envs=1)
+        envs = self.make_environments(Hello(), clock, num_envs=1)
         with closing(envs, clock):
             self._observation_space: gym.Space = envs.observation_space
             self.action_space: gym.Space = envs.action_space
             self.name = options.name or name_of(envs.envs[0])
         self._action_arrays = frames.arrays_of(spec_of(self.action_space))
+        for name, value in (options.options or {}).items():
+            if not isinstance(value, bool | int | float | str):
+                raise MakeError(
+                    f"env_options: {name} is {value!r:.80} ({type(value).__name__}), "
+                    "expected a bool, int, float or str"
+                )
 
     def make_environments(
         self, hello: Hello, clock: np.ndarray, *, num_envs: int | None = None

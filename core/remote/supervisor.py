@@ -160,7 +160,17 @@ class Servers:
                 self._handle_death(slot)
             self._check_progress(slot, pause_end)
             self._check_socket(slot)
+            self._continue(slot)
         return ready.intersection(others)
+
+    def _continue(self, slot: ServerSlot) -> None:
+        """Continue a server at a unix socket that was stopped (SIGSTOP).
+
+        The learner would not notice it: its messages wait in the socket. Over TCP the
+        pings of gRPC notice it.
+        """
+        if slot.process is not None and slot.address.startswith("unix:"):
+            slot.process.continue_if_stopped(f"Server {slot.index}")
 
     def _start(self, slot: ServerSlot) -> None:
         if self._flags.remove_folder:
@@ -319,8 +329,8 @@ def serve_one(
         lower_priority(NICENESS)
     if own_core is not None:
         os.sched_setaffinity(0, {own_core})
-    server = create_server(flags, address, progress)
     try:
+        server = create_server(flags, address, progress)
         address = server.start()
     except ConfigError as error:
         pipe.send_bytes(f"config {error}".encode())

@@ -558,13 +558,14 @@ def check_common(
             parser.error(str(error))
     elif flags.mode == "train":
         flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")
-    B, T = flags.batch_size, flags.unroll_length
+    check_replay(parser, flags)
+    B, T = new_rollouts(flags), flags.unroll_length
     if flags.total_steps < B * T:
         parser.error(
             f"--total_steps is {flags.total_steps} but one batch has --batch_size "
-            f"({B}) x --unroll_length ({T}) = {B * T} steps. Raise --total_steps."
+            f"({B}{' new ones' if flags.replay_ratio else ''}) x --unroll_length ({T}) "
+            f"= {B * T} steps. Raise --total_steps."
         )
-    check_replay(parser, flags)
     if flags.learner_cores is None:
         # Acting needs about half of the cores.
         share = 1 if flags.model == "deep" else 2

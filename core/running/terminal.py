@@ -310,13 +310,15 @@ class Lines:
 
     Long lines are cut. After a burst of BURST_BYTES, output beyond BYTES_PER_S is left
     out in whole lines, and a line reports the number of bytes. (The rest of a line may
-    be half a JSON record.)
+    be half a JSON record.) The last line of all is never left out: it may say why a
+    process has ended.
     """
 
     def __init__(self, max_line_bytes: int):
         self._max_bytes = max_line_bytes
         self._allowance, self._since = float(BURST_BYTES), time.monotonic()
         self._left_out, self._rest = 0, b""
+        self._tail = b""  # The end of the text that was left out.
         self._is_in_line = False  # Whether the present line's start was left out.
 
     def feed(self, chunk: bytes) -> Iterator[str]:
@@ -326,13 +328,13 @@ class Lines:
         self._allowance = min(BURST_BYTES, self._allowance)
         self._since = now
         if len(chunk) > self._allowance:
-            self._left_out += len(self._rest) + len(chunk)
+            self._leave_out(self._rest + chunk)
             self._rest, self._is_in_line = b"", not chunk.endswith(b"\n")
             return
         self._allowance -= len(chunk)
         if self._is_in_line:
             end, newline, chunk = chunk.partition(b"\n")
-            self._left_out += len(end) + len(newline)
+            self._leave_out(end + newline)
             self._is_in_line = not newline
             if self._is_in_line:
                 return
@@ -348,11 +350,18 @@ class Lines:
         if self._rest:
             yield _cut(self._rest, self._max_bytes)
         if self._left_out:
+            tail = self._tail
             yield self._tell_left_out()
+            if tail.endswith(b"\n"):
+                yield _cut(tail[:-1].rpartition(b"\n")[2], self._max_bytes)
+
+    def _leave_out(self, text: bytes) -> None:
+        self._left_out += len(text)
+        self._tail = (self._tail + text)[-self._max_bytes :]
 
     def _tell_left_out(self) -> str:
         text = f"[{self._left_out:,} bytes of output left out]"
-        self._left_out = 0
+        self._left_out, self._tail = 0, b""
         return text
 
 

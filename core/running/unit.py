@@ -38,7 +38,11 @@ import numpy as np
 from core.errors import Exit
 from core.running import terminal
 from core.running.signals import Pauses, dump_stacks, pausable
-from core.running.supervise import exit_with_parent, send_at_parents_end
+from core.running.supervise import (
+    continue_if_stopped,
+    exit_with_parent,
+    send_at_parents_end,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ HAS_GUARD = sys.platform == "linux"
 MARK = "TORCHBEAST_UNIT"  # Environment variable that marks the processes of a unit.
 END_S = 5.0  # Longest wait for killed processes to end; disk drivers may delay it.
 LOOK_S = 0.2  # Interval at which `limit_calls` checks the clocks.
+CONTINUE_S = 1.0  # Interval of looks whether a process is stopped.
 END = signal.SIGQUIT  # After this signal a guard ends its unit.
 GUARD_SIGNALS = {
     *(END, signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
@@ -77,6 +82,7 @@ class Unit:
         )
         self._pid: int | None = None
         self._pidfd: int | None = None
+        self._look_at = 0.0  # When to look next whether a process is stopped.
 
     def start(self) -> None:
         self._process.start()
@@ -126,6 +132,19 @@ class Unit:
                 os.kill(self._process.pid, signal.SIGCONT)
             else:
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    def continue_if_stopped(self, name: str) -> None:
+        """Continue the worker and its guard if they are stopped (SIGSTOP).
+
+        Looks once a second, however often it is called.
+        """
+        now = time.monotonic()
+        if now < self._look_at or self._process.exitcode is not None:
+            return
+        self._look_at = now + CONTINUE_S
+        for pid in (self._process.pid, self.pid):
+            if pid is not None:
+                continue_if_stopped(name, pid)
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait for up to `timeout_s` for the end of the unit."""

@@ -18,6 +18,7 @@ from core.actors import fork_server, prepare, processes
 from core.algorithm.replay import create_replay
 from core.environments.toys import Catch
 from core.nests import map_nest
+from core.running import unit
 from core.running.supervise import start_thread
 from core.running.unit import Unit
 from tests.actors.pool import E, Pool, make_flags
@@ -238,6 +239,20 @@ def test_an_actor_that_hangs_is_replaced_while_others_go_on(caplog):
     assert other.budget.quick_deaths == 0
     with pytest.raises(ValueError):  # It has been waited for.
         _ = hung.exitcode
+
+
+def test_an_actor_that_was_stopped_is_continued(monkeypatch, caplog):
+    monkeypatch.setattr(unit, "CONTINUE_S", 0.0)
+    with Pool(make_flags("Catch")) as pool:
+        pool.next_rollout()
+        worker = psutil.Process(pool.actors.pids()[0])
+        for process in worker, worker.parent():  # The parent is its guard.
+            process.suspend()
+            wait_until(lambda: process.status() == psutil.STATUS_STOPPED)  # noqa: B023
+            pool.actors.poll(0.0)
+            wait_until(lambda: process.status() != psutil.STATUS_STOPPED)  # noqa: B023
+    assert caplog.text.count("was stopped; continuing it") == 2
+    assert pool.actors.stats()["actor_restarts"] == 0
 
 
 def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch, caplog):

@@ -766,6 +766,18 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
     assert not folder.exists()
 
 
+def test_a_folder_with_no_room_for_the_names_of_sockets_is_named(tmp_path):
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir(mode=0o700)
+    flags = argparse.Namespace(folder=folder)
+    with pytest.raises(ConfigError, match=f"unix sockets in {folder}, .* TMPDIR"):
+        asyncio.run(acceptor_module.accept(flags))
+    assert acceptor_module.name_nbytes(Path("/" + 80 * "x")) == 105 - 81 - len(
+        "/dialed--01234567.9999"
+    )
+    assert acceptor_module.name_nbytes(Path("/tmp")) == 24
+
+
 def test_a_port_in_use_is_named(learner, impatient):
     first = learner()
     with pytest.raises(ConfigError, match=f"--listen {first.address}: the port is in"):

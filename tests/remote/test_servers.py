@@ -1282,6 +1282,35 @@ def test_a_hung_environment_is_shown_killed_and_replaced(start, folder):
     assert "fault_env.py" in program.text()  # Its stack.
 
 
+def test_a_stopped_server_is_continued(start, folder):
+    program = start("--env", "Catch", num_servers=1)
+    with reconnect(f"unix:{folder}/s") as client:
+        client.step(0)
+        (server,) = program.servers()
+        processes = server, server.parent()  # Its guard.
+        for process in processes:
+            process.suspend()
+        client.step(0)
+        for process in processes:
+            wait_until(lambda: process.status() != psutil.STATUS_STOPPED)  # noqa: B023
+    assert program.text().count("was stopped; continuing it") == 2
+
+
+def test_a_server_without_grpcio_says_so_in_one_line(start, folder, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['grpc'] = None")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    program = start("--env", "Catch", num_servers=1, env=env)
+    assert program.wait() == Exit.CONFIG
+    assert "pip install grpcio" in program.text().splitlines()[-1]
+    assert "Traceback" not in program.text()
+
+
+def test_an_option_that_no_message_can_hold_is_named(folder):
+    options = {"skip": 4, "size": np.int64(5)}
+    with pytest.raises(ConfigError, match=r"env_options: size is .*5.* \(int64\), e"):
+        env_server.Server(Catch, f"unix:{folder}/s", options=options).start()
+
+
 def test_an_environment_that_cannot_be_made_ends_the_program(start):
     program = start("--env", "tests.fault_env:make_broken", num_servers=1)
     assert program.wait() == Exit.INTERNAL

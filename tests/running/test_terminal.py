@@ -222,11 +222,15 @@ def test_the_end_of_a_long_line_is_left_out():
     ]
 
 
-def test_more_than_anybody_reads_is_left_out_and_counted(monkeypatch):
+def test_more_than_anybody_reads_is_left_out_and_counted_but_the_last_line(monkeypatch):
+    """The last line may say why a process has ended."""
     monkeypatch.setattr(terminal, "BURST_BYTES", 10)
     monkeypatch.setattr(terminal, "BYTES_PER_S", 0)
-    lines = list(piped(b"12345678\n", b"too much\n"))
-    assert lines == ["12345678", "[9 bytes of output left out]"]
+    lines = terminal.Lines(terminal.MAX_LINE_BYTES)
+    assert list(lines.feed(b"12345678\n")) == ["12345678"]
+    for chunk in b"too much\nand", b" too", b" long\n":
+        assert list(lines.feed(chunk)) == []
+    assert list(lines.end()) == ["[22 bytes of output left out]", "and too long"]
 
 
 def test_no_part_of_a_line_is_shown_after_output_was_left_out(monkeypatch):

@@ -543,6 +543,11 @@ BAD_COMBINATIONS = [
         "--tls_dir certs --insecure --server_addresses host:1",
         ["--tls_dir is certs", "--insecure", "Leave one out."],
     ),
+    ("--insecure", ["--insecure is set", "starts its own servers. Leave it out."]),
+    (
+        "--replay_ratio 1 --batch_size 32 --unroll_length 20 --total_steps 319",
+        ["--total_steps is 319", "(16 new ones)", "320"],
+    ),
     ("--num_actions 6", ["no flag --num_actions. Did you mean --num_actors?"]),
     ("--num_buffers 60", ["--num_buffers is for MonoBeast", "only"]),
     ("--serial", ["--serial is for MonoBeast (python -m monobeast) only"]),
