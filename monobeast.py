@@ -96,7 +96,7 @@ from core.running.supervise import (
 log = logging.getLogger("monobeast")
 
 TICK_S = 0.2  # The main loop checks signals, failures and clocks at least this often.
-LEARNER_JOIN_S = 30.0  # Longer than an update of the largest batch on one core.
+LEARNER_JOIN_S = 30.0  # A run whose updates take longer is stopped without a save.
 
 
 # ---------------------------------------------------------------------------- flags
@@ -191,8 +191,8 @@ class Net(nn.Module):
         head_size = LSTM_SIZE if use_lstm else core_size
         self.policy = PolicyHead(head_size, self.distribution, initial_std)
         self.value_torso = None
-        if model == "tanh" and not use_lstm:  # As in PPO's networks for MuJoCo.
-            self.value_torso = TORSOS[model](observation_space)
+        if isinstance(self.torso, TORSOS["tanh"]) and not use_lstm:  # As in PPO.
+            self.value_torso = TORSOS["tanh"](observation_space)
         linear = PopArt if "returns" in normalize else nn.Linear
         self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
 
@@ -615,7 +615,10 @@ def test(flags: argparse.Namespace) -> Exit:
     evaluation.test_run(
         flags,
         create_envs=lambda render_mode, **options: stepping.Environments(
-            lambda: create_env(flags, render_mode), 1, **options
+            lambda: create_env(flags, render_mode),
+            1,
+            recycle_games=flags.recycle_games,
+            **options,
         ),
         create_net=lambda obs, action: create_net(flags, Spaces(obs, action)),
         policy=policy,

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -42,6 +43,19 @@ def fail() -> None:
 
 def make_failing() -> FaultEnv:
     return FaultEnv(fail)
+
+
+def make_failing_once() -> FaultEnv:
+    """Fail if there is no file $FAILED, which is then made."""
+
+    def fail_once() -> np.ndarray:
+        path = Path(os.environ["FAILED"])
+        if not path.exists():
+            path.touch()
+            fail()
+        return np.zeros(2, np.float32)
+
+    return FaultEnv(fail_once)
 
 
 def make_exiting() -> FaultEnv:

@@ -23,7 +23,8 @@ def add_actor_flags(group: Any) -> None:
         help="number of environments. The program chooses how many of them share a "
         "process, and logs this at the start. With --envs_per_actor E this is the "
         "number of processes, of E environments each. Default: one process for each "
-        f"core that this program may use, of up to {ENVS_PER_ACTOR} environments each",
+        "core that this program may use (one with --serial), of up to "
+        f"{ENVS_PER_ACTOR} environments each",
     )
     group.add_argument(
         "--envs_per_actor",
@@ -78,14 +79,14 @@ def set_actors(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
             f"--envs_per_actor ({E}){replayed}: an actor makes {E} rollouts at a time. "
             f"Try --envs_per_actor {divisor(unit, at_most=E)}."
         )
+    # --serial uses one core; on any machine, so that a run can be resumed on another.
+    cores = 1 if flags.serial else num_cores()
     if E is not None:
-        A = num_cores() if A is None else A
+        A = cores if A is None else A
     elif A is None:
-        A, E = num_cores(), divisor(unit, at_most=ENVS_PER_ACTOR)
+        A, E = cores, divisor(unit, at_most=ENVS_PER_ACTOR)
     else:
-        # The fewest processes that keep all cores busy. --serial uses one core; on any
-        # machine, so that a run can be resumed on another machine.
-        cores = 1 if flags.serial else num_cores()
+        # The fewest processes that keep all cores busy.
         E = divisor(math.gcd(A, unit), at_most=max(1, A // cores))
         A //= E
     flags.num_actors, flags.envs_per_actor = A, E

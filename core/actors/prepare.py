@@ -102,7 +102,7 @@ def create_buffers(
 
 
 def first_env_seeds(flags: argparse.Namespace, first_incarnation: int) -> list[int]:
-    """Return the seed of each environment's first game in this start of the run."""
+    """Return the seeds of this learner's environments for their first games."""
     A, E = flags.num_actors, flags.envs_per_actor
     # `Actors` counts incarnations in the order in which its processes start. With
     # --serial all actors have the same incarnation.

@@ -76,8 +76,9 @@ def open_run(
             run.extra_state = lambda: actors_state(actors)
         if run.found is not None and not (is_alone and _goes_on_exactly(run.found)):
             log.warning(
-                "--serial with several learners: the environments start again, so this "
-                "run is not equal to one without the interruption."
+                "The checkpoint holds no actors for --serial (there were several "
+                "learners, or an error ended the run): the environments start again, "
+                "so this run is not equal to one without the interruption."
             )
         elif run.found is not None:
             restore_actors(flags, actors, run.found)
@@ -90,13 +91,20 @@ def open_run(
         with run.open():
             try:
                 yield actors, clocks
+            except BaseException:
+                # Some actor may have half a rollout, which no checkpoint can hold.
+                run.extra_state = lambda: ({}, {})
+                raise
             finally:
                 clocks[:] = 0.0  # The last checkpoint may take any time.
             run.log({})
 
 
 def _goes_on_exactly(found: Checkpoint) -> bool:
-    """Return False for a checkpoint of several learners, which holds no actors."""
+    """Return whether a checkpoint holds the actors, if it is of a serial run.
+
+    It holds none if there were several learners, or if an error ended the run.
+    """
     return "actors" in found.state or not found.state["flags"].get("serial", False)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from core.action_spaces import first_action
 from core.algorithm.distributions import ActionDistribution
 from core.errors import ConfigError
-from core.nests import ArraySpec, Nest, map_nest
+from core.nests import ArraySpec, Nest, leaves, map_nest
 from core.rollout import leaf_spaces, row_spec
 
 # (T rows, B environments). Acting has one row, learning has several.
@@ -37,7 +37,8 @@ def dry_run(
         may return more.
 
     Raises:
-      ConfigError: outputs or recurrent state have another structure, shape or dtype.
+      ConfigError: outputs or recurrent state have another structure, shape or dtype, or
+        `net` writes to its inputs.
         The message names what was expected and what was returned.
     """
     if not isinstance(getattr(net, "distribution", None), ActionDistribution):
@@ -51,7 +52,13 @@ def dry_run(
         state = _initial_state(net, B, device)
         rows = zero_rows(observation_space, action_space, T, B)
         rows["done"][1:2, 0] = True
-        result = net(map_nest(lambda x: x.to(device), rows), state)
+        rows = map_nest(lambda x: x.to(device), rows)
+        versions = [(name, x, x._version) for name, x in leaves(rows)]
+        result = net(rows, state)
+        for name, x, version in versions:
+            if x._version != version:  # MonoBeast's actors give it the rollout itself.
+                where = f"forward changes its input {name!r} in place:"
+                raise _error(where, "a new tensor (x = x / 2)", "x /= 2 or the like")
         if not isinstance(result, tuple) or len(result) != 2:
             raise _error("forward", "a tuple (outputs, core_state)", result)
         got, after = result
@@ -95,7 +102,7 @@ def zero_rows(
 ) -> dict[str, Nest]:
     """Return a network's inputs for T rows of B environments: zeros, [T, B, ...].
 
-    Where a space does not contain 0, the value is the nearest one in the space.
+    Where a space does not begin at 0, the values are those of `first_action`.
     """
 
     def zeros(spec: ArraySpec, space: Any = None) -> torch.Tensor:

@@ -58,7 +58,8 @@ CHECK_UPDATES = 1000  # Updates between two comparisons of the weights.
 # Flags that may differ: machines differ, and only learner 0 has the folder of the run.
 MAY_DIFFER = {
     *("xpid", "savedir", "disable_checkpoint", *ranks.OUTPUTS),
-    *("num_actors", "num_servers", "num_buffers", "max_learner_queue_size"),
+    *("num_actors", "envs_per_actor", "num_servers"),
+    *("num_buffers", "max_learner_queue_size"),
     *("server_addresses", "listen", "pipes_basename", "tls_dir"),
     *("learner_device", "actor_device", "disable_cuda"),
     *("learner_cores", "num_inference_threads", "num_learner_threads"),

@@ -21,7 +21,7 @@ from core.environments.faults import is_ctrl_c, name_of, only_exceptions
 from core.environments.row_writer import RowWriter
 from core.errors import EnvError, EnvSpecError, MakeError
 from core.nests import Nest, leaves, map_nest, unflatten
-from core.rollout import action_at, copy_at, leaf_spaces, row_spec
+from core.rollout import action_at, copy_at, leaf_spaces, row_spec, text_of
 
 NAN = float("nan")
 
@@ -42,7 +42,7 @@ class EnvOptions:
 
     Attributes:
       seed: the run's seed; `env_seed` derives each environment's own seed from it.
-      first_env_id: id of the first of these environments, counted over the whole run.
+      first_env_id: id of the first of these environments, among those of one learner.
       incarnation: distinguishes the starts of these environments: see `env_seed`.
       info_keys: scalars to copy from `info` into each row, NaN where absent.
       seed_every_game: reset every full game with a seed of its own, as `state` needs.
@@ -258,7 +258,7 @@ class Environments:
                 raise RuntimeError(
                     f"environment {self._where(k)} is not deterministic given seed and "
                     f"actions: after a replay of its game, {difference} differs. Such "
-                    "an environment cannot resume exactly."
+                    "an environment cannot resume exactly: leave --serial out."
                 )
 
     def _replay(self, k: int, saved: dict[str, Any], rows: Nest) -> None:
@@ -419,7 +419,8 @@ class Environments:
                 if got != expected:
                     raise MakeError(
                         f"env {first_id + k} ({name_of(env)}): expected {name} "
-                        f"{expected} like that of env {first_id}, got {got}"
+                        f"{text_of(expected)} like that of env {first_id}, got "
+                        f"{text_of(got)}"
                     )
 
     def _where(self, k: int) -> str:

@@ -11,8 +11,8 @@ FIELDS = (
     Field(
         "step",
         "agent steps",
-        "transitions learned from so far, all environments together. The reset that "
-        "follows a truncated row does not count as a step",
+        "transitions of all updates so far, skipped updates included, all environments "
+        "together. The reset that follows a truncated row does not count as a step",
     ),
     Field(
         "frames",
@@ -113,7 +113,7 @@ FIELDS = (
         "inference_busy",
         "share of time",
         "time in which actions are chosen. PolyBeast: by the inference threads. "
-        "MonoBeast: by the actors, which step environments the rest of the time",
+        "MonoBeast: by the actors, which otherwise step environments or wait",
     ),
     Field(
         "env_busy",

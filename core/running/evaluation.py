@@ -126,6 +126,14 @@ def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
         print(f"Wrote {path}", flush=True)
 
 
+def _between_calls(games: Iterator[Game], clock: np.ndarray) -> Iterator[Game]:
+    """Yield the games; stop the clock of `limit_calls` while the caller uses one."""
+    for game in games:
+        clock[0] = 0.0
+        yield game
+    clock[0] = 0.0
+
+
 def report(
     games: Iterator[Game], run_dir: Path, *, step: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
@@ -250,7 +258,7 @@ def test_run(
             video_dir=video_dir,
         )
         report(
-            games,
+            _between_calls(games, clock),
             run_dir,
             step=found.step,
             settings={"env": flags.env, "greedy": flags.greedy, "seed": seed},

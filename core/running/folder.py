@@ -8,6 +8,7 @@
         out.log        log lines, and the output of environments
         tensorboard/   the rows of logs.csv as TensorBoard events
         checkpoints/   the last three checkpoints
+        test-*.csv     the games of --mode test; video/ has their mp4 files
         .lock          held by the process that trains
 
 Two processes never train in one folder: see `prepare_run_dir`.
@@ -51,19 +52,19 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
 
     Raises:
       RunDirBusy: another process holds a lock.
-      ConfigError: the folder cannot be created.
+      ConfigError: the folder cannot be created or written to.
     """
     run_dir = (savedir / xpid).resolve()
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         _lock_name(run_dir)
         run_dir.mkdir(exist_ok=True)
+        lock_folder(run_dir)
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise ConfigError(
-            f"--savedir is {savedir}, where no folder can be created: {error}. Choose "
-            "another --savedir."
+            f"--savedir is {savedir}, where the folder {xpid} cannot be created or "
+            f"written to: {error}. Choose another --savedir."
         ) from error
-    lock_folder(run_dir)
     sweep(run_dir)
     sweep(run_dir / "checkpoints")
     if run_dir.name != "latest":

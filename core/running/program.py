@@ -41,6 +41,8 @@ def run_program(
             if flags.mode == "train":
                 return int(train_together(train, flags))
             return int(test(flags))
+        except KeyboardInterrupt:  # In a test mode, whose environments are closed now.
+            return 128 + signal.SIGINT
         except LearnerLost as error:
             return say(error, error.status)
         except UsageError as error:

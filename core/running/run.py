@@ -29,6 +29,7 @@ import torch
 
 from core import ranks
 from core.algorithm import learners
+from core.algorithm.torsos import MLPTorso
 from core.algorithm.update import Learner
 from core.environments.stepping import env_seed
 from core.errors import Exit, StallError
@@ -60,6 +61,7 @@ NOT_NORMAL = {
     "reconnects": "reconnects",
     "steps_discarded": "rows discarded",
 }
+LARGE = 4096  # Numbers; a flat observation of more is probably a picture.
 LOG_S = 10.0  # How long the end of a run waits for a row that is being written.
 LOCK_S = 10.0  # How long a checkpoint or the last row waits for the end of an update.
 
@@ -199,6 +201,13 @@ class Run:
             sum(p.numel() for p in net.parameters()),
             devices,
         )
+        if isinstance(torso, MLPTorso) and len(torso.offset) > LARGE:
+            log.warning(
+                "The network flattens an observation of %d numbers. If it has a "
+                "picture, wrap the environment so that the observation is one Box of "
+                "three axes: then --model auto takes convolutions.",
+                len(torso.offset),
+            )
 
     def record(self, env_options: Mapping[str, Any], **extra: Any) -> None:
         """Log the environment's options, and write meta.json for this start."""
@@ -326,7 +335,8 @@ class Run:
 
     def _sum_up(self, skipped: int) -> None:
         """At the end of a run, log the problems since its start."""
-        counts = {text: self._stats.get(key, 0) for key, text in NOT_NORMAL.items()}
+        stats = self._of_all_learners("columns", self._stats)
+        counts = {text: stats.get(key, 0) for key, text in NOT_NORMAL.items()}
         counts["updates skipped"] = skipped
         parts = [f"{n} {text}" for text, n in counts.items() if n]
         warnings = log_setup.frequent_warnings(3)
@@ -400,17 +410,20 @@ class Run:
             if step == 0:
                 self._show(row, None)
             return
-        busy = learner.busy.pop()
-        if self._others is not None:
-            reports = self._others.reports
-            stats = columns.combine([stats, *(r["columns"] for r in reports)])
-            busy = columns.combine([busy, *(r["busy"] for r in reports)])
+        busy = self._of_all_learners("busy", learner.busy.pop())
+        stats = self._of_all_learners("columns", stats)
         row |= {**learner.counts.averages.pop(), **stats}
         row |= {f"{stage}_busy": share for stage, share in busy.items()}
         row["gpu_utilization"] = gpu_utilization(learner.net)
         self._log.log(row)
         self._show(row, bottleneck(busy, actors_do_both=self._actors_do_both))
         self._last_log, self._last_step = now, step
+
+    def _of_all_learners(self, name: str, ours: dict[str, Any]) -> dict[str, Any]:
+        """Combine columns of this learner with those in the other learners' reports."""
+        if self._others is None:
+            return ours
+        return columns.combine([ours, *(r[name] for r in self._others.reports)])
 
     def _show(self, row: dict[str, Any], bottleneck: str | None) -> None:
         self._status.update(

@@ -131,6 +131,13 @@ class ListState(Tiny):
         return [torch.zeros(1, batch_size, 5)]
 
 
+class ScalesInPlace(Tiny):
+    def forward(self, rows, core_state=()):
+        x = rows["observation"].float()  # The same tensor, if it has this dtype.
+        x /= 255
+        return super().forward(rows, core_state)
+
+
 WRONG = {
     OtherShape: "'policy_logits', .* expected float32[1,1,7], got float32[1,1,6]",
     OtherDtype: "'baseline', .* expected float32[1,1], got float64[1,1]",
@@ -149,6 +156,7 @@ WRONG = {
     GrowsItsState: "core_state[0] .* expected float32[1,1,13], got float32[1,1,26]",
     BatchFirstState: "initial_state(3)[0] expected a tensor [layers, 3, ...], got "
     "float32[3,1,5]",
+    ScalesInPlace: "changes its input 'observation' in place: expected a new tensor",
     ListState: "initial_state expected a tuple of tensors, or () for no state, got a "
     "list",
 }

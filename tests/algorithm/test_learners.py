@@ -145,6 +145,16 @@ def test_other_flags_than_learner_0s_are_refused_by_all(together):
         )
 
 
+def succeed(flags, rank, size, folder):
+    return Exit.DONE
+
+
+def test_learners_may_have_other_numbers_of_processes(together):
+    """The default depends on the number of cores."""
+    sizes = [["--num_actors", "2", "--envs_per_actor", n] for n in ("1", "3")]
+    assert together(succeed, argv=lambda rank: sizes[rank]) == {}
+
+
 def change_weights(flags, rank, size, folder):
     learner = monobeast.create_learner(flags, Spaces(VECTOR, ACTIONS))
     learner.learners.share_weights(learner.net)

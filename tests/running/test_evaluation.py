@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test mode: full games and their returns by arithmetic, the table, the videos."""
 
+import argparse
 import csv
 import functools
 import json
 import math
+import signal
 
 import numpy as np
 import pytest
 
+import monobeast
 from core.environments.stepping import Environments, env_seed
 from core.environments.toys import Catch
 from core.errors import ConfigError
@@ -236,6 +239,26 @@ def test_report_and_play_go_together(tmp_path, capsys):
     result = evaluation.report(playing, tmp_path, step=0, settings={})
     assert result["mean_return"] == np.mean([game.game_return for game in games])
     assert result["episodes"] == NUM_GAMES
+
+
+def test_between_two_games_no_call_of_the_environment_runs():
+    clock = np.zeros(1)
+    games = evaluation.play(make_envs(LIVES, clock=clock), Policy(), 0, num_games=2)
+    for _ in evaluation._between_calls(games, clock):
+        assert clock[0] == 0.0
+    assert clock[0] == 0.0
+
+
+def test_ctrl_c_ends_a_test_without_a_traceback(monkeypatch, capsys):
+    def press_ctrl_c(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    flags = argparse.Namespace(mode="test")
+    monkeypatch.setattr(evaluation, "test_run", press_ctrl_c)
+    monkeypatch.setattr(monobeast, "parse_flags", lambda argv: flags)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # It stays as it is.
+    assert monobeast.main([]) == 128 + signal.SIGINT
+    assert "Traceback" not in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------- videos

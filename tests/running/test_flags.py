@@ -442,7 +442,8 @@ def test_exactly_what_can_be_trained_is_accepted(sizes, serial):
     )
     argv = [f"--{name}={value}" for name, value in sizes.items()]
     if A is None:
-        total = num_cores() * (E or max(e for e in range(1, 9) if B % e == 0))
+        cores = 1 if serial else num_cores()
+        total = cores * (E or max(e for e in range(1, 9) if B % e == 0))
     else:
         total = A * (E or 1)
     # Buffers for a whole batch, one for every environment, and at least one update.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's folder: meta.json, its lock, the link `latest`."""
 
+import errno
 import logging
 import os
 import re
@@ -150,8 +151,20 @@ def test_latest_points_to_the_run_prepared_last(tmp_path):
 def test_a_savedir_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     for savedir in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match=f"--savedir is {savedir}, where no"):
+        said = f"--savedir is {savedir}, where the folder one cannot be created"
+        with pytest.raises(ConfigError, match=said):
             prepare_run_dir(savedir, "one")
+
+
+def test_a_run_of_another_user_is_refused_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "one").mkdir()
+
+    def open_nothing(path, *args):  # Root may open every file.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "open", open_nothing)
+    with pytest.raises(ConfigError, match="folder one cannot be .* written to.*lock"):
+        prepare_run_dir(tmp_path, "one")
 
 
 def test_the_run_named_latest_is_the_latest_run(tmp_path):

@@ -116,6 +116,28 @@ def test_a_run_with_checkpoints_goes_on_from_its_own(savedir, caplog):
     assert "--init_from" in caplog.text and "is ignored: the run resumes" in caplog.text
 
 
+def test_a_large_observation_that_is_flattened_is_warned_of(
+    tmp_path, caplog, monkeypatch
+):
+    new = make_run(tmp_path)
+    spaces = monobeast.read_spaces(new.flags)
+    new.describe("Catch", spaces, devices="on cpu")
+    assert "flattens" not in caplog.text
+    monkeypatch.setattr(run, "LARGE", 49)  # Catch has 10 x 5.
+    new.describe("Catch", spaces, devices="on cpu")
+    assert "The network flattens an observation of 50 numbers" in caplog.text
+
+
+def test_the_last_lines_count_the_problems_of_all_learners(tmp_path, caplog):
+    caplog.set_level("INFO")
+    first = make_run(tmp_path)
+    reports = [{"columns": {"actor_restarts": n}, "busy": {}} for n in (120, 3)]
+    first._others = SimpleNamespace(reports=reports)
+    first._stats = {"actor_restarts": 1, "reconnects": 0}
+    first._sum_up(skipped=0)
+    assert "Not normal since the start: 124 actor restarts\n" in caplog.text
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [

@@ -398,6 +398,20 @@ def test_an_environment_that_raises_in_lock_step_ends_the_run_too(start, tmp_pat
     assert load(tmp_path / "runs" / "x").step == 0
 
 
+def test_a_serial_run_goes_on_after_an_error_in_the_middle_of_a_rollout(
+    start, tmp_path
+):
+    flags = [*SERIAL, "--env", "tests.fault_env:make_failing_once", "--xpid", "x"]
+    flags += ["--total_steps", 10 * BATCH]
+    env = {"FAILED": str(tmp_path / "failed")}
+    program = start(*flags, env=env)
+    assert program.wait() == 70, program.text()
+    assert load(tmp_path / "runs" / "x").step > 0
+    program = start(*flags, env=env)
+    assert program.wait() == 0, program.text()
+    assert "The checkpoint holds no actors for --serial" in program.text()
+
+
 @pytest.mark.parametrize("flags", [SERIAL, ASYNC], ids=["serial", "async"])
 def test_an_environment_that_breaks_its_spec_is_told_what_was_expected(start, flags):
     env = "tests.trainers.test_training:misshapen_env"
