@@ -14,7 +14,7 @@ entropy and V-trace.
 
 If a mask allows no action at all, that is an error of the environment, which ends the
 episode (`core.environments.row_writer`). A server that is not TorchBeast's may send
-such a row nevertheless: then all actions are equally likely.
+such a row nevertheless: then the first action is taken.
 
 Needs numpy and gymnasium, never torch: environment machines use it.
 """
@@ -30,17 +30,32 @@ from core.nests import Nest, leaves
 from core.rollout import leaf_spaces, text_of, wrong_bounds
 
 ACTION_MASK = "action_mask"  # Key of a Dict observation.
+MAX_ONE_HOT = 2**20  # Values of a Discrete part of an observation.
 MAX_CATEGORIES = 2**24  # A `sample` is float32, which has all integers up to here.
 
 
 def check_spaces(observation_space: gym.Space, action_space: gym.Space) -> None:
-    """Refuse actions that no policy can choose, and a mask that does not fit them.
+    """Refuse spaces that no network and no policy fits, and a mask that does not fit.
 
     Raises:
       ConfigError: the message names the part of the space, and what to do.
     """
     check_actions(action_space)
     check_mask(observation_space, action_space)
+    rest, _ = split_mask(observation_space)
+    parts = list(leaves(leaf_spaces(rest), "observation"))
+    if not parts:
+        raise ConfigError(
+            f"the observation space is {observation_space}, which has no parts: there "
+            "is nothing to observe. Wrap the environment so that it shows something."
+        )
+    for name, part in parts:
+        if (size := max(category_sizes(part), default=0)) > MAX_ONE_HOT:
+            raise ConfigError(
+                f"'{name}' is {text_of(part)}, which has {size:,} values, too many for "
+                "a one-hot vector. Wrap the environment so that it shows a "
+                "MultiDiscrete of digits, or numbers in a Box."
+            )
 
 
 def check_actions(space: gym.Space) -> None:
@@ -98,7 +113,8 @@ def category_sizes(action_space: gym.Space) -> list[int]:
 def first_action(space: gym.Space) -> Any:
     """Return the `last_action` (one leaf) of a row before the first action.
 
-    This is 0, or the value of the space that is nearest to 0.
+    Of a Box it is 0, or the value of the space that is nearest to 0. Of Discrete and
+    MultiDiscrete it is the lowest value, otherwise 0.
     """
     if isinstance(space, gym.spaces.Box):
         return np.clip(0, space.low, space.high)

@@ -24,7 +24,7 @@ class UsageError(Exception):
 
 
 class StallError(Exception):
-    """No progress for `--stall_timeout_s`."""
+    """No progress for `--stall_timeout_s`, or an update that does not end."""
 
 
 def one_line(text: str) -> str:
@@ -48,7 +48,7 @@ class EnvError(RuntimeError):
 
 
 class EnvValueError(EnvError):
-    """An observation is outside its space; the message shows both."""
+    """An observation is outside its space, or a reward is not finite."""
 
 
 class EnvSpecError(ValueError):

@@ -235,7 +235,8 @@ def flat_ranges(space: gym.Space) -> np.ndarray:
     scale 1 leave all other values as they are: floats, bools, other spaces, and
     integers whose range is 2**30 or more (usually the bounds of the dtype).
     """
-    parts: list[np.ndarray] = []
+    # An empty Dict or Tuple has no elements.
+    parts: list[np.ndarray] = [np.empty((2, 0), np.int64)]
     match space:
         case gym.spaces.Dict():
             parts += map(flat_ranges, space.spaces.values())
@@ -247,9 +248,9 @@ def flat_ranges(space: gym.Space) -> np.ndarray:
             scale = np.maximum(high - offset, -low)
             is_scaled = (scale > 0) & (scale < 2**30)
             ranges = np.where(is_scaled, [offset, scale], [[0], [1]])
-            parts = [ranges.astype(np.int64)]
+            parts.append(ranges.astype(np.int64))
         case _:
-            parts = [np.repeat([[0], [1]], gym.spaces.flatdim(space), axis=1)]
+            parts.append(np.repeat([[0], [1]], gym.spaces.flatdim(space), axis=1))
     return np.concatenate(parts, axis=1)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PolyBeast on three hosts, all played by this machine: needs root, Linux and `ip`.
+"""PolyBeast on three hosts, which this machine simulates.
 
-And the package cryptography, for the certificates that the hosts show each other.
+Needs Linux, root, the command `ip`, and the package cryptography for certificates.
 
     sudo .venv/bin/python examples/several_hosts.py
 
@@ -19,9 +19,9 @@ others, on which environment servers run; they speak TLS:
     │           10.77.1.1 ├──────────────────┤ 10.77.1.2:4431          │
     └─────────────────────┘                  └─────────────────────────┘
 
-The learner trains on Catch. Meanwhile cable0 is cut for ten seconds: training goes on
-with env1, and env0 comes back by itself. A line a second says how it goes; the whole
-takes half a minute. On hosts of your own the commands are those that this prints.
+The learner trains on Catch. At step CUT_AT_STEP cable0 is cut for ten seconds: training
+goes on with env1, and env0 connects again by itself. The program prints a line each
+second and takes half a minute. On real hosts, use the commands that it prints.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class Hosts:
         return f"10.77.{i}.2"
 
     def received(self, i: int) -> int:
-        """Return the bytes that ever came to the learner over cable i."""
+        """Return the bytes that the learner has received over cable i so far."""
         text = ip("-n", self.learner, "-json", "-s", "link", "show", f"cable{i}")
         return json.loads(text)[0]["stats64"]["rx"]["bytes"]
 

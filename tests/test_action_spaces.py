@@ -67,6 +67,21 @@ def test_a_mask_is_split_off_and_what_is_left_is_seen_alone():
 
 
 @pytest.mark.parametrize(
+    "space, words",
+    [
+        (spaces.Dict(), "no parts: there is nothing to observe"),
+        (
+            spaces.Dict(seat=spaces.Discrete(10**9)),
+            "'observation/seat' is Discrete.* 1,000,000,000 values, too many",
+        ),
+    ],
+)
+def test_what_no_network_can_observe_is_refused(space, words):
+    with pytest.raises(ConfigError, match=words):
+        check_spaces(space, spaces.Discrete(3))
+
+
+@pytest.mark.parametrize(
     "mask, action, words",
     [
         (spaces.MultiBinary(4), spaces.Discrete(3), "is MultiBinary.4.; expected 3 "),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages, busy times and episode statistics between two rows of the log."""
+"""Averages and busy times between two rows of the log; statistics of the last games."""
 
 import collections
 import contextlib

@@ -301,7 +301,8 @@ class _ActionPart:
         self.dtype = torch.from_numpy(np.empty(0, spec_of(space).dtype)).dtype
         self.start = self.box = None
         if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
-            self.start = torch.as_tensor(space.start)
+            # int64: torch cannot add most unsigned types to a sample.
+            self.start = torch.from_numpy(np.asarray(space.start, np.int64))
         if isinstance(space, gym.spaces.Box):
             offset, scale = box_units(space)
             # float64, so that an action at a bound of the Box equals the bound.

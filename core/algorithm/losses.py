@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three parts of the IMPALA loss, with checks, groups and sums of a batch.
+"""The three parts of the IMPALA loss; checks of a batch, and its split into groups.
 
 Espeholt et al. 2018 (arXiv:1802.01561), section 4.2. All losses are sums over T and B,
 as in the authors' own code: a larger batch makes larger gradients.

@@ -14,7 +14,9 @@ from torch import nn
 
 from core.errors import ConfigError
 from core.nests import Nest
-from core.rollout import flat_ranges
+from core.rollout import flat_ranges, text_of
+
+MAX_WEIGHTS = 2**28  # Of one layer: 1 GiB.
 
 
 def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = 2**0.5) -> nn.Module:
@@ -63,7 +65,7 @@ class ImageTorso(nn.Module):
             raise ConfigError(
                 f"--model {self.name} needs one Box of three axes, at least "
                 f"{self.min_side} pixels a side, as observation; the environment has "
-                f"{space}. Use --model {model_for(space)}."
+                f"{text_of(space)}. Use --model {model_for(space)}."
             )
         assert isinstance(space, gym.spaces.Box)
         self.channels_first = space.shape[0] < space.shape[-1]
@@ -74,6 +76,12 @@ class ImageTorso(nn.Module):
         self.scale = int((offset + scale).max()) - self.offset
         with torch.no_grad():
             _, C, H, W = self._convolve(torch.zeros(1, *space.shape)).shape
+        if C * H * W * size > MAX_WEIGHTS:
+            raise ConfigError(
+                f"--model {self.name} would have {C * H * W * size:,} weights behind "
+                f"its convolutions for {text_of(space)}. Make the pictures smaller, "
+                "such as by gymnasium.wrappers.ResizeObservation(env, (84, 84))."
+            )
         self.fc = orthogonal(MapLinear(C, size, kernel_size=(H, W)))
         self.num_features = size
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

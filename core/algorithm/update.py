@@ -88,7 +88,7 @@ class Learner:
             self.gradient = Graphs(self.gradient, self.device, record=record)
         self.lock = threading.Lock()
         # Guarded by `lock`:
-        self.step = 0  # Agent steps learned from: transitions, not rows.
+        self.step = 0  # Agent steps (not rows) of all updates, skipped ones included.
         self.updates = 0  # Optimizer steps: the version of the weights.
         self.skipped = 0  # Updates left out because something was not finite.
         self.skipped_in_a_row = 0
@@ -268,7 +268,7 @@ def compute_gradient(
     """
     # A CUDA graph writes into the .grad tensors it was recorded with, so they are
     # zeroed in place.
-    net.zero_grad(set_to_none=not rows["done"].is_cuda)  # Graphs write to the same.
+    net.zero_grad(set_to_none=not rows["done"].is_cuda)
     parts = []
     for rows_part, state_part in losses.split_columns(rows, state):
         part = loss(flags, net, rows_part, state_part)

@@ -8,7 +8,8 @@ Equation (1) of Espeholt et al. 2018 (arXiv:1802.01561),
 
 with ratio_t = pi(a_t|x_t) / mu(a_t|x_t), rho_t = min(rho_bar, ratio_t) and
 c_t = lambda min(c_bar, ratio_t). mu is the policy of the actors, pi that of the
-learner. Here gamma is one discount per step, 0 for the transition that ends an episode.
+learner. Here gamma is one discount per step, 0 for the transition that terminates an
+episode (not for one that a time limit cuts).
 """
 
 from typing import NamedTuple
@@ -104,7 +105,8 @@ def from_importance_weights(
     Args:
       log_rhos: [T, B] float32, log pi(a_t | x_t) - log mu(a_t | x_t). -inf gives the
         step weight zero: vs equals V(x_t) there and the advantage is 0.
-      discounts: [T, B] float32, gamma, or 0 if the step ends an episode.
+      discounts: [T, B] float32, gamma, or 0 if the step terminates an episode or leads
+        to a reset.
       rewards: [T, B] float32, of the step.
       values: [T, B] float32, V(x_t) under the learner's network.
       bootstrap_value: [B] float32, V(x_T) under the learner's network.

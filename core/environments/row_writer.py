@@ -20,7 +20,7 @@ class RowWriter:
     """Checks and writes what one of K environments returned.
 
     All checks compare with the environments' own spaces. They raise EnvSpecError, or
-    EnvValueError for a value outside its range.
+    EnvValueError for a value outside its range or a reward that is not finite.
 
     Args:
       space: the observation space.
@@ -78,7 +78,9 @@ class RowWriter:
             raise self._error(k, "terminated, truncated", "bools", got) from None
         reward = self.number(k, "reward", reward)
         if not -FLOAT32_MAX <= reward <= FLOAT32_MAX:  # True for NaN.
-            raise self._error(k, "reward", "a finite float32", reward)
+            raise EnvValueError(
+                f"{self._where(k)}: 'reward' expected a finite float32, got {reward}"
+            )
         return observation, reward, terminated, truncated, info
 
     def check_reset(self, k: int, result: Any) -> None:

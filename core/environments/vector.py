@@ -36,12 +36,18 @@ def from_vector_env(
         `reset(options={"reset_mask": mask})`, as those of Gymnasium, ale_py and EnvPool
         do. All vector environments of the mode DISABLED must do so. One that does not
         must have the mode SAME_STEP and never truncate an episode.
-      info_keys, options: as `Environments` takes them, but not `seed_every_game` and
-        `recycle_games`. EnvPool takes its seeds when it is made and ignores these.
+      info_keys, options: as `Environments` takes them, but not `recycle_games`.
+        `seed_every_game` has no effect: only the first games are seeded. EnvPool takes
+        its seeds when it is made and ignores these.
 
     Raises:
       MakeError: `vector` does not obey these rules.
     """
+    if options.get("recycle_games"):
+        raise MakeError(
+            f"recycle_games is {options['recycle_games']}, but a vector environment "
+            "cannot replace one of its environments. Leave --recycle_games out."
+        )
     is_done = options.get("truncation_is_done", False)
     steps = _VectorSteps(vector, info_keys, truncation_is_done=is_done)
     return _VectorEnvironments(steps, info_keys=info_keys, **options)

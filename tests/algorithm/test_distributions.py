@@ -29,6 +29,7 @@ SPACES = {
     "discrete": spaces.Discrete(5, start=2),
     "multi_discrete": spaces.MultiDiscrete([[2, 3], [4, 2]]),
     "int32": spaces.MultiDiscrete([3, 2], start=[-1, 4], dtype=np.int32),
+    "uint16": spaces.MultiDiscrete([3, 2], start=[1, 4], dtype=np.uint16),
     "one number": spaces.MultiDiscrete(np.array(4)),
     "multi_binary": spaces.MultiBinary((2, 2)),
     "box": BOX,

@@ -14,7 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 import atari_wrappers
 from core.environments.stepping import Environments
 from core.environments.vector import from_vector_env
-from core.errors import EnvError, EnvSpecError
+from core.errors import EnvError, EnvSpecError, EnvValueError, MakeError
 from core.nests import leaves, map_nest
 from tests import counting_env
 from tests.counting_env import LIVES, NESTED, TRUNCATING, CountingEnv, check_rollout
@@ -273,16 +273,21 @@ def test_a_broken_batch_is_named(changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes, error, message",
     [
-        (dict(rewards=np.array([0, np.nan, 0])), "'reward' expected a finite float32"),
-        (dict(observations=np.zeros((K, 5), np.float32)), r"'observation' expected"),
+        (dict(rewards=np.array([0, np.nan, 0])), EnvValueError, "'reward' expected"),
+        (dict(observations=np.zeros((K, 5), "f4")), EnvSpecError, "'observation' exp"),
     ],
 )
-def test_a_broken_environment_is_named(changes, message):
+def test_a_broken_environment_is_named(changes, error, message):
     envs = from_vector_env(Numpy(SAME_STEP, **changes), seed=SEED, first_env_id=6)
-    with pytest.raises(EnvSpecError, match=r"env [67] \(Numpy\) step 1: " + message):
+    with pytest.raises(error, match=r"env [67] \(Numpy\) step 1: " + message):
         play(envs, num_steps=1)
+
+
+def test_environments_of_a_vector_cannot_be_recycled():
+    with pytest.raises(MakeError, match="recycle_games is 2.*Leave --recycle_games"):
+        from_vector_env(Numpy(SAME_STEP), seed=SEED, recycle_games=2)
 
 
 def test_what_a_vector_env_raises_is_an_error_of_all_its_environments():

@@ -436,6 +436,12 @@ def test_convolutions_refuse_what_is_no_picture_and_name_what_fits(
         assert part in str(caught.value)
 
 
+def test_pictures_that_make_a_layer_too_large_are_refused():
+    space = gym.spaces.Box(0, 255, (1080, 1920, 3), np.uint8)
+    with pytest.raises(ConfigError, match=r"would have 1,\d+,\d+,\d+ weights.*Resize"):
+        make_net(space, model="shallow")
+
+
 @pytest.mark.parametrize(
     "action_space",
     [
