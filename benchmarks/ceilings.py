@@ -56,6 +56,7 @@ from benchmarks import out_file, transport
 from core.actors import prepare
 from core.algorithm.update import Learner
 from core.environments import stepping
+from core.errors import Exit
 from core.nests import leaves, map_nest
 from core.rollout import spec_of
 from core.running.machine import keep_freed_memory, num_cores
@@ -231,6 +232,9 @@ def measure_whole(
     Returns:
       Steps per second, microseconds of CPU time per step and peak PSS (both of the
       whole process tree), and how busy each stage was.
+
+    Raises:
+      RuntimeError: the trainer failed, or it logged too little after the warm-up.
     """
     with tempfile.TemporaryDirectory() as savedir, tempfile.TemporaryFile() as stderr:
         child = subprocess.Popen(
@@ -241,22 +245,25 @@ def measure_whole(
         )
         peak, started = 0, None
         cpu: list[tuple[float, float]] = []  # Once it is warm: time, CPU seconds.
-        while child.poll() is None:
-            peak = max(peak, tree_pss(child.pid))
-            if started and time.monotonic() - started > warm_up_s:
-                cpu.append((time.monotonic(), tree_cpu_s(child.pid)))
-            time.sleep(1.0)
-            if started is None and read_progress(Path(savedir)):
-                started = time.monotonic()
-            if started and time.monotonic() - started > warm_up_s + whole_s:
-                break
-        child.send_signal(signal.SIGTERM)
-        child.wait()
+        try:
+            while child.poll() is None:
+                peak = max(peak, tree_pss(child.pid))
+                if started and time.monotonic() - started > warm_up_s:
+                    cpu.append((time.monotonic(), tree_cpu_s(child.pid)))
+                time.sleep(1.0)
+                if started is None and read_progress(Path(savedir)):
+                    started = time.monotonic()
+                if started and time.monotonic() - started > warm_up_s + whole_s:
+                    break
+        finally:
+            child.send_signal(signal.SIGTERM)
+            child.wait()
         rows = read_progress(Path(savedir))
         stderr.seek(0)
         said = stderr.read().decode(errors="replace").splitlines()[-LAST_LINES:]
     warm = [row for row in rows if row["time_s"] >= warm_up_s]
-    if len(warm) < 2 or len(cpu) < 2:
+    has_failed = child.returncode not in (Exit.DONE, Exit.STOPPED)
+    if has_failed or len(warm) < 2 or len(cpu) < 2:
         raise RuntimeError(
             f"{program} ended with {child.returncode} after {rows[-1:]}. Its last "
             "lines of stderr:\n" + "\n".join(said)
@@ -293,10 +300,12 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def tree_pss(pid: int) -> int:
+    """Return the PSS of a process tree in bytes; without Linux the RSS."""
     total = 0
     for process in tree(pid):
         with contextlib.suppress(psutil.Error):  # It ended meanwhile.
-            total += process.memory_full_info().pss
+            memory = process.memory_full_info()
+            total += getattr(memory, "pss", memory.rss)
     return total
 
 

@@ -50,7 +50,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -67,9 +66,11 @@ from core.remote import tls
 from core.remote.addresses import STREAMS_SUFFIX
 from core.rollout import row_spec
 from core.running.machine import num_cores
+from core.running.supervise import raise_failures, start_thread
 
 ROOT = Path(__file__).parent.parent
 T, B = 20, 64
+START_S = 120.0  # For all streams to connect, and for the first rollouts.
 WARM_UP_S = 1.5
 WARM_UP_ROLLOUTS = 5  # By then all memory for rollouts has been touched once.
 MAX_ENVS = 512  # More take GB of rollouts.
@@ -244,13 +245,24 @@ def learn(
         for batch in queue:
             nest.front(batch)
 
-    threads = [threading.Thread(target=f) for f in (act, consume, actors.run)]
-    for thread in threads:
-        thread.start()
+    threads = {
+        "inference": start_thread("inference", act),
+        "learner": start_thread("learner", consume),
+        "actors": start_thread("actors", actors.run),
+    }
     num_streams = streams * len(addresses.split(","))
-    while actors.stats()["connected"] < num_streams:
-        time.sleep(0.01)
-    while actors.count() < WARM_UP_ROLLOUTS * T * max(num_streams * K, B):
+    warm_up_steps = WARM_UP_ROLLOUTS * T * max(num_streams * K, B)
+    deadline = time.monotonic() + START_S
+    while True:
+        connected, steps = actors.stats()["connected"], actors.count()
+        if connected == num_streams and steps >= warm_up_steps:
+            break
+        raise_failures(threads)
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"not warmed up within {START_S:g} s: {connected} of {num_streams} "
+                f"streams are connected, {steps} of {warm_up_steps} steps done"
+            )
         time.sleep(0.01)
     time.sleep(WARM_UP_S)
     print("begin", flush=True)
@@ -265,8 +277,8 @@ def learn(
     actors.stop()
     batcher.close()
     queue.close()
-    for thread in threads:
-        thread.join()
+    for thread in threads.values():
+        thread.result()
 
 
 @contextlib.contextmanager

@@ -91,6 +91,9 @@ def watch(command: list[str], read: Callable[[str], float | None]) -> dict[str, 
 
     Args:
       read: returns the steps so far that a line of its output tells, or None.
+
+    Raises:
+      RuntimeError: the peer ended by itself, or it reported too few steps.
     """
     points: list[tuple[float, float]] = []  # Time, steps.
     cpu: list[tuple[float, float]] = []  # Time, CPU seconds.
@@ -119,6 +122,7 @@ def watch(command: list[str], read: Callable[[str], float | None]) -> dict[str, 
         cpu.append((time.monotonic(), tree_cpu_s(child.pid)))
         if points:  # The clock starts with the first steps learned.
             end = points[0][0] + WARM_UP_S + MEASURE_S
+    ended_early = child.poll() is not None
     # Peers leave workers behind, which would slow down whoever is next.
     for process in reversed(tree(child.pid)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -129,7 +133,7 @@ def watch(command: list[str], read: Callable[[str], float | None]) -> dict[str, 
     warm_up_end = end - MEASURE_S
     points = [point for point in points if point[0] >= warm_up_end]
     cpu = [sample for sample in cpu if sample[0] >= warm_up_end]
-    if len(points) < 2 or len(cpu) < 2:
+    if ended_early or len(points) < 2 or len(cpu) < 2:
         raise RuntimeError(
             f"{command} ended with {child.returncode}, with {len(points)} reports of "
             f"steps after the warm-up. Its last lines:\n{''.join(last_lines)}"
