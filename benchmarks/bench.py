@@ -23,7 +23,6 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,13 +30,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import transport
+from benchmarks import ROOT, describe_commit, transport
 from benchmarks.ceilings import measure_part, measure_whole
 from core.running.machine import num_cores
 
 REPEATS = 5
 PART_S, WHOLE_S, WARM_UP_S = 3.0, 12.0, 8.0
-ROOT = Path(__file__).parents[1]
 HISTORY = ROOT / "results/speed/history"
 CPU_INFO = Path("/proc/cpuinfo")
 WORK = ["--env", "PongNoFrameskip-v4", "--model", "shallow"]
@@ -77,7 +75,7 @@ def main() -> int:
 
     row = {**kind_of_machine(), "steps_per_s": rates}
     earlier = last_of_kind(HISTORY, row)
-    path = HISTORY / f"{time.strftime('%Y%m%d-%H%M')}-{describe_commit()}.json"
+    path = HISTORY / f"{time.strftime('%Y%m%d-%H%M')}-{describe_commit(ROOT)}.json"
     HISTORY.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(row, indent=1) + "\n")
     return report(row, earlier, path)
@@ -174,12 +172,6 @@ def per_emulator(row: dict[str, Any]) -> dict[str, list[float]]:
         name: [rate / y for rate, y in zip(of_row, rates[YARDSTICK])]
         for name, of_row in rates.items()
     }
-
-
-def describe_commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

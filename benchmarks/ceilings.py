@@ -52,7 +52,7 @@ from gymnasium.vector.utils import batch_space
 
 import atari_wrappers
 import monobeast
-from benchmarks import out_file, transport
+from benchmarks import out_file, transport, write_figures
 from core.actors import prepare
 from core.algorithm.update import Learner
 from core.environments import stepping
@@ -496,10 +496,7 @@ def main() -> None:
     if not own.autotune:  # Parts do not know what auto would take.
         argv = ["--precision", "float32", *argv]
     result = autotune(own, argv) if own.autotune else compare(own, argv)
-    if own.out:
-        result = {"argv": argv, "cores": num_cores(), **result}
-        result["torch"] = torch.__version__
-        own.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_figures(own.out, argv=argv, **result, torch=torch.__version__)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import out_file
+from benchmarks import ROOT, describe_commit, out_file
 from core import flag_types
 from core.environments.toys import Catch
 from core.remote.acceptor import LEAVE_S
@@ -363,7 +363,8 @@ def main() -> int:
     if flags.out:
         settings = {k: v for k, v in vars(flags).items() if k != "out"}
         # Rows that are short: a line for each would be half the repository.
-        text = json.dumps({"cores": num_cores(), "settings": settings, **result})
+        origin = {"commit": describe_commit(ROOT), "cores": num_cores()}
+        text = json.dumps({**origin, "settings": settings, **result})
         flags.out.write_text(text + "\n")
     return 0
 

@@ -15,11 +15,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import out_file
+from benchmarks import describe_commit, out_file
 from benchmarks.ceilings import measure_whole
 from core.running.machine import num_cores
 
@@ -72,16 +71,11 @@ def main() -> None:
         )
     if out:
         result = {
-            "commits": [describe(folder) for folder in folders],
+            "commits": [describe_commit(folder) for folder in folders],
             "cores": num_cores(),
             "steps_per_s": rates,
         }
         out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def describe(folder: Path) -> str:
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ update takes, which compiles. Needs a C++ compiler.
 """
 
 import argparse
-import json
 import statistics
 import time
 
 import torch
 
 import monobeast
-from benchmarks import ceilings, out_file
+from benchmarks import ceilings, out_file, write_figures
 from core.running.machine import keep_freed_memory
 
 WORK = (
@@ -70,9 +69,7 @@ def main() -> None:
         first_s = ways[1].first_s
         print(f"{eager:9.0f}{compiled:12.0f}{ratio:7.2f}{first_s:6.1f} s  {work}")
         measured.append({"work": work, "steps/s": turns, "first_s": first_s})
-    if own.out:
-        result = {"torch": torch.__version__, "measured": measured}
-        own.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_figures(own.out, torch=torch.__version__, measured=measured)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ median of `--repeats` and its ratio to EnvPool's; without EnvPool, our wrappers 
 
 import argparse
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks import out_file
+from benchmarks import out_file, write_figures
 
 WARM_UP_S = 1.0
 OURS, ENVPOOL = "our wrappers", "EnvPool"
@@ -111,9 +110,8 @@ def main() -> None:
             ratio = f"{medians[what] / medians[ENVPOOL]:8.2f}"
         spread = f"{min(rates):.0f}-{max(rates):.0f}"
         print(f"{what:14}{medians[what]:8.0f}{spread:>12}{ratio}")
-    if flags.out:
-        result = {"game": flags.game, "num_envs": flags.num_envs, "steps/s": measured}
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"game": flags.game, "num_envs": flags.num_envs, "steps/s": measured}
+    write_figures(flags.out, **result)
 
 
 if __name__ == "__main__":

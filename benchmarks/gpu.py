@@ -21,7 +21,6 @@ measured instead, without graphs.
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -35,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import monobeast
 import polybeast
-from benchmarks import ceilings, out_file
+from benchmarks import ceilings, out_file, write_figures
 from core.algorithm import counters, gpu, losses
 from core.algorithm.update import compute_gradient, compute_loss
 from core.nests import map_nest
@@ -258,10 +257,8 @@ def main() -> None:
         m, sps = medians(runs[whole]), medians(runs[alone])["sps"]
         line = f"{m['sps']:12.0f}{sps:13.0f}{m['sps'] / sps:11.2f}"
         print(f"{whole:36}{line}{m['learner_busy']:14.0%}", flush=True)
-    if own.out:
-        result = {"argv": argv, "device": name, "cores": num_cores(), "measured": runs}
-        result["torch"] = torch.__version__
-        own.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"argv": argv, "device": name, "measured": runs}
+    write_figures(own.out, **result, torch=torch.__version__)
 
 
 if __name__ == "__main__":

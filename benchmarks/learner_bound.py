@@ -11,7 +11,6 @@ learned from.
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -23,9 +22,8 @@ import torch
 
 import libtorchbeast
 import polybeast
-from benchmarks import out_file
+from benchmarks import out_file, write_figures
 from benchmarks.transport import MockEnvironments
-from core.running.machine import num_cores
 from core.running.supervise import raise_failures, start_thread
 
 T, B = 20, 32
@@ -156,10 +154,8 @@ def main() -> None:
         f"{envs} environments: {rate:.1f} updates/s of at most {most:.1f}, learner "
         f"idle {idle:.0%}, policy lag {lag:.1f}"
     )
-    if flags.out:
-        settings = {k: v for k, v in vars(flags).items() if k != "out"}
-        result = {"cores": num_cores(), **settings, "runs": runs}
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    settings = {k: v for k, v in vars(flags).items() if k != "out"}
+    write_figures(flags.out, **settings, runs=runs)
 
 
 if __name__ == "__main__":

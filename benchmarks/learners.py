@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import out_file
+from benchmarks import out_file, write_figures
 from core import flag_types
 from core.algorithm import learners
 from core.errors import Exit
-from core.running.machine import num_cores
 
 CHUNK = bytes(1 << 20)
 
@@ -60,11 +59,9 @@ def main() -> int:
             measured.append(json.loads(part.read_text()))
     loopback = loopback_bytes_per_s()
     print(f"loopback: {loopback / 1e6:,.0f} MB/s, one connection")
-    if flags.out:
-        settings = {k: v for k, v in vars(flags).items() if k != "out"}
-        result = {"cores": num_cores(), **settings, "loopback_bytes_per_s": loopback}
-        result["measured"] = measured
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    settings = {k: v for k, v in vars(flags).items() if k != "out"}
+    settings["loopback_bytes_per_s"] = loopback
+    write_figures(flags.out, **settings, measured=measured)
     return 0
 
 

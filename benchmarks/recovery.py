@@ -13,7 +13,6 @@ end each step must stand in logs.csv once, and the servers must be those of the 
 import argparse
 import contextlib
 import csv
-import json
 import signal
 import statistics
 import sys
@@ -25,9 +24,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks import out_file
+from benchmarks import out_file, write_figures
 from core import flag_types
-from core.running.machine import num_cores
 
 LIMIT_S = 120.0  # For anything awaited.
 POLL_S = 0.02
@@ -179,10 +177,8 @@ def main() -> int:
         f"from kill to the first new update: median {statistics.median(times):.1f} s, "
         f"longest {max(times):.1f} s; {len(steps)} rows of logs.csv, each step once"
     )
-    if flags.out:
-        settings = {k: v for k, v in vars(flags).items() if k != "out"}
-        result = {"cores": num_cores(), **settings, "kills": kills}
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    settings = {k: v for k, v in vars(flags).items() if k not in ("out", "kills")}
+    write_figures(flags.out, **settings, kills=kills)
     return 0
 
 

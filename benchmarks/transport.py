@@ -43,7 +43,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import os
 import socket
 import statistics
@@ -60,7 +59,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 
-from benchmarks import out_file
+from benchmarks import ROOT, out_file, write_figures
 from core.nests import Nest, map_nest
 from core.remote import tls
 from core.remote.addresses import STREAMS_SUFFIX
@@ -68,7 +67,6 @@ from core.rollout import row_spec
 from core.running.machine import num_cores
 from core.running.supervise import raise_failures, start_thread
 
-ROOT = Path(__file__).parent.parent
 T, B = 20, 64
 START_S = 120.0  # For all streams to connect, and for the first rollouts.
 WARM_UP_S = 1.5
@@ -523,10 +521,8 @@ def main() -> None:
     elif flags.threads:
         what = more_threads
     measured = what(flags)
-    if flags.out:
-        result = {"cores": num_cores(), "T": SCALE_T if flags.scale else T, "B": B}
-        result["measured"] = measured
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    steps = SCALE_T if flags.scale else T
+    write_figures(flags.out, T=steps, B=B, measured=measured)
 
 
 def against_echo(flags: argparse.Namespace) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ per second in one direction with as many as fit on their way. --out has raw figu
 """
 
 import argparse
-import json
 import socket
 import statistics
 import tempfile
@@ -18,9 +17,8 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks import out_file
+from benchmarks import out_file, write_figures
 from core.remote.dial_in import DialedIn, DialsOut
-from core.running.machine import num_cores
 
 CHUNK = bytes(1 << 20)
 WAIT_S = 60.0
@@ -119,11 +117,8 @@ def main() -> None:
             f"{name:10} {round_trip_us:7.0f} us per round trip of "
             f"{flags.message_bytes} bytes, {mb_per_s:6.0f} MB/s"
         )
-    if flags.out:
-        result = {"cores": num_cores(), "tls": host is not None}
-        result |= {"message_bytes": flags.message_bytes}
-        result["us_and_mb_per_s"] = runs
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"tls": host is not None, "message_bytes": flags.message_bytes}
+    write_figures(flags.out, **result, us_and_mb_per_s=runs)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import argparse
 import collections
 import contextlib
 import functools
-import json
 import os
 import re
 import statistics
@@ -35,7 +34,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import out_file
+from benchmarks import out_file, write_figures
 from benchmarks.ceilings import measure_whole, tree, tree_cpu_s, tree_pss
 from core.running.machine import num_cores
 
@@ -256,9 +255,7 @@ def main() -> None:
         print(f"repeat {repeat + 1} of {own.repeats} done", file=sys.stderr)
     print(f"{own.work}, {num_cores()} cores, medians of {own.repeats}")
     print_table(measured)
-    if own.out:
-        result = {"work": own.work, "cores": num_cores(), "measured": measured}
-        own.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_figures(own.out, work=own.work, measured=measured)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: programs that fail give no figures. Nothing is timed here."""
+"""Benchmarks: programs that fail give no figures, and figures say where they are from.
 
+Nothing is timed here.
+"""
+
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import ceilings
+from benchmarks import ceilings, write_figures
 from benchmarks.peers import run as peers
 
 REPOSITORY = Path(__file__).parents[2]
@@ -93,3 +97,13 @@ def test_memory_is_measured_where_the_kernel_has_no_pss(monkeypatch):
     without_pss = psutil.Process.memory_info
     monkeypatch.setattr(psutil.Process, "memory_full_info", without_pss)
     assert ceilings.tree_pss(psutil.Process().pid) > 1 << 20
+
+
+def test_figures_name_their_command_and_commit(tmp_path, monkeypatch):
+    command = ["-m", "benchmarks.x", "--out", "f.json"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", *command])
+    write_figures(tmp_path / "f.json", **{"steps/s": [1.5]})
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found.pop("commit") and found.pop("cores") >= 1
+    assert found == {"command": command, "steps/s": [1.5]}
+    write_figures(None, x=1)  # Without --out.
