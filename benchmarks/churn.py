@@ -171,7 +171,7 @@ class Run:
             command += ["--listen", "127.0.0.1:0"]
         with open(self._folder / "log", "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        self._first: tuple[float, int] = (0.0, 0)
+        self._first: tuple[float, int] = (0.0, 0)  # A row of `curve`.
 
     def dial_in(self, num_servers: int) -> None:
         """Let servers dial the learner."""
@@ -194,12 +194,12 @@ class Run:
             time.sleep(0.2)
 
     def begin(self) -> None:
-        self._first = (time.monotonic(), self._column("step"))
+        self._first = self.curve()[-1]
 
     def end(self) -> float:
         """Return the steps per second since `begin`."""
-        began, step = self._first
-        return (self._column("step") - step) / (time.monotonic() - began)
+        (began, first), (ended, last) = self._first, self.curve()[-1]
+        return (last - first) / (ended - began)
 
     def stop(self) -> dict[str, Any]:
         """Stop the learner; return its ledger."""
@@ -352,7 +352,7 @@ def main() -> int:
         help="servers replaced per minute. Default: a tenth of them",
     )
     parser.add_argument(
-        "--minutes", type=flag_types.number(0.01), default=10.0, help="in each role"
+        "--minutes", type=flag_types.number(0.1), default=10.0, help="in each role"
     )
     parser.add_argument("--seed", type=flag_types.int_at_least(0), default=1)
     parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")

@@ -7,8 +7,9 @@ Each learner sleeps for --update_ms in place of an update, as one that waits for
 would, and then adds up a gradient of --parameters numbers. Without that, N learners
 would do N times the work of one; `efficiency` is the share of that which is left. The
 gradients' bytes per second are those that a learner sends on gloo's ring; the last line
-is the bandwidth of a bare TCP connection over loopback, to compare with. Raw figures:
-`--out`.
+is the bandwidth of a bare TCP connection over loopback, to compare with. The numbers of
+learners take turns, `--repeats` times; the summary has the median efficiency of each,
+and the lowest and the highest. Raw figures: `--out`.
 """
 
 import argparse
@@ -41,22 +42,29 @@ def main() -> int:
     parser.add_argument("--num_learners", type=count, nargs="+", default=[1, 2, 4])
     parser.add_argument("--parameters", type=count, default=1_600_000)
     parser.add_argument("--update_ms", type=flag_types.number(0), default=50.0)
-    parser.add_argument("--updates", type=count, default=100)
+    parser.add_argument("--updates", type=flag_types.int_at_least(2), default=100)
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
     if "RANK" in os.environ:
         flags.stall_timeout_s, flags.on_stall = 60.0, "stop"
         return int(learners.train_together(measure, flags))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    measured = []
+    measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "part.json")
-        for n in flags.num_learners:
+        for n in flags.num_learners * flags.repeats:  # In turns.
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += [f"--nproc_per_node={n}", "-m", "benchmarks.learners"]
             command += [*sys.argv[1:], f"--out={part}"]
             subprocess.run(command, check=True)
             measured.append(json.loads(part.read_text()))
+    for n in flags.num_learners:
+        turns = [turn["efficiency"] for turn in measured if turn["learners"] == n]
+        print(
+            f"{n} learners: median efficiency {statistics.median(turns):.1%}, "
+            f"{min(turns):.1%} to {max(turns):.1%}"
+        )
     loopback = loopback_bytes_per_s()
     print(f"loopback: {loopback / 1e6:,.0f} MB/s, one connection")
     settings = {k: v for k, v in vars(flags).items() if k != "out"}

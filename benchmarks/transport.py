@@ -495,13 +495,12 @@ def main() -> None:
         "--envs_per_stream", type=int, nargs="+", default=[1, 4, 16, 64]
     )
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 2, 4, 16, 64))
-    parser.add_argument("--local", action="store_true", help="without gRPC instead")
-    parser.add_argument("--scale", action="store_true", help="many servers instead")
-    parser.add_argument("--tls", action="store_true", help="the price of TLS instead")
-    parser.add_argument(
-        "--frames", action="store_true", help="stacks of frames instead"
-    )
-    parser.add_argument(
+    whats = parser.add_mutually_exclusive_group()
+    whats.add_argument("--local", action="store_true", help="without gRPC instead")
+    whats.add_argument("--scale", action="store_true", help="many servers instead")
+    whats.add_argument("--tls", action="store_true", help="the price of TLS instead")
+    whats.add_argument("--frames", action="store_true", help="stacks of frames instead")
+    whats.add_argument(
         "--threads", type=int, nargs="+", help="threads that receive, instead"
     )
     parser.add_argument(
