@@ -30,7 +30,6 @@ length and network decide what is learned: those it leaves as they are, unless
 
 import argparse
 import contextlib
-import csv
 import importlib
 import itertools
 import json
@@ -61,6 +60,7 @@ from core.nests import leaves, map_nest
 from core.rollout import spec_of
 from core.running.machine import keep_freed_memory, num_cores
 from core.running.run import bottleneck
+from tools.runs import log_rows
 
 WARM_UP_S = 10.0  # A whole program: processes start, buffers fill, malloc settles.
 PARTS = ("environment", "inference", "learner")
@@ -281,14 +281,10 @@ def measure_whole(
 
 def read_progress(savedir: Path) -> list[dict[str, float]]:
     """Return each row of the log so far; blank cells are NaN."""
-    path = savedir / "speed" / "logs.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [
-            {key: float(cell or "nan") for key, cell in row.items()}
-            for row in csv.DictReader(file)
-        ]
+    return [
+        {key: float(cell or "nan") for key, cell in row.items()}
+        for row in log_rows(savedir / "speed")
+    ]
 
 
 def tree(pid: int) -> list[psutil.Process]:

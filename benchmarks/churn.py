@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import collections
 import contextlib
-import csv
 import json
 import logging
 import math
@@ -52,6 +51,7 @@ from core.remote.dialer import Link
 from core.remote.env_server import Server
 from core.running.machine import num_cores
 from core.running.supervise import send_at_parents_end, start_thread
+from tools.runs import log_rows
 
 START_S = 120.0  # For all servers to be connected.
 # For the last replaced servers to be connected, and the killed ones to be given up.
@@ -157,7 +157,7 @@ class Run:
         self.name = name
         self._folder = root / name
         self._folder.mkdir()
-        self._csv = self._folder / "churn" / "logs.csv"
+        self._run_dir = self._folder / "churn"
         self._num_streams = flags.num_servers
         self.servers = Servers(self._folder)
         command = [sys.executable, "-m", "polybeast", *LEARNER]
@@ -226,8 +226,8 @@ class Run:
 
     def curve(self) -> list[tuple[float, int]]:
         """Return the time and the step of each row of the log."""
-        with self._csv.open() as file:
-            return [(float(r["time_s"]), int(r["step"])) for r in csv.DictReader(file)]
+        rows = log_rows(self._run_dir)
+        return [(float(row["time_s"]), int(row["step"])) for row in rows]
 
     def kill(self) -> None:
         self.servers.kill()
@@ -239,11 +239,8 @@ class Run:
         return (self._folder / "log").read_text(errors="replace")
 
     def _column(self, name: str) -> int:
-        if not self._csv.exists():
-            return 0
-        with self._csv.open() as file:
-            rows = [row[name] for row in csv.DictReader(file) if row.get(name)]
-        return int(rows[-1]) if rows else 0
+        cells = [row[name] for row in log_rows(self._run_dir) if row[name]]
+        return int(cells[-1]) if cells else 0
 
 
 def start_runs(

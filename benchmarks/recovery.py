@@ -12,7 +12,6 @@ end each step must stand in logs.csv once, and the servers must be those of the 
 
 import argparse
 import contextlib
-import csv
 import signal
 import statistics
 import sys
@@ -26,6 +25,7 @@ import psutil
 
 from benchmarks import out_file, write_figures
 from core import flag_types
+from tools.runs import log_rows
 
 LIMIT_S = 120.0  # For anything awaited.
 POLL_S = 0.02
@@ -61,14 +61,11 @@ class Run:
     def __init__(self, torchrun: psutil.Popen, log: Path, folder: Path):
         self._torchrun = torchrun
         self._log = log
-        self._csv = folder / "recovery" / "logs.csv"
+        self._run_dir = folder / "recovery"
 
     def rows(self) -> list[tuple[float, int]]:
         """Return time and step of each row of the log."""
-        if not self._csv.exists():
-            return []
-        with self._csv.open() as file:
-            rows = [row for row in csv.DictReader(file) if row.get("time_s")]
+        rows = log_rows(self._run_dir)
         return [(float(row["time_s"]), int(row["step"])) for row in rows]
 
     def steps(self) -> list[int]:
@@ -94,7 +91,7 @@ class Run:
 
     def saved(self) -> int:
         """Return the step of the newest checkpoint, 0 if there is none."""
-        folder = self._csv.parent / "checkpoints"
+        folder = self._run_dir / "checkpoints"
         return max((int(p.stem[5:]) for p in folder.glob("step-*")), default=0)
 
     def starts(self) -> list[int]:

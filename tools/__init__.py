@@ -12,6 +12,7 @@
     setup.sh        creates .venv                              make setup
     wheel.sh        builds a wheel                             make wheel
     fresh/          the README's commands in an empty Debian   make fresh, make images
+    runs            reads a run's log and checkpoint           imported by others
     fuzz            random input for all parsers of input      after changing a format
     nemesis/        breaks runs on purpose, measures damage    before a release
 

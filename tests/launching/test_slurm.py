@@ -13,8 +13,8 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.launching.slurm import require_slurm, running_slurm
-from tests.runs import log_rows, num_rows
 from tools import certs
+from tools.runs import log_rows, num_rows
 
 STEPS = 200_000
 END_S = 180.0
@@ -45,8 +45,7 @@ def submit(slurm, folder, nodes):
     size = [f"--nodes={nodes}", "--cpus-per-task=1", f"--output={folder}/output.txt"]
     train = ["sbatch", "--parsable", *size, "tools/slurm/train.sbatch"]
     job = slurm.run(*train, env=settings, cwd=ROOT)
-    csv = folder / "x" / "logs.csv"
-    wait_until(lambda: csv.exists() and csv.read_text().count("\n") > 2)
+    wait_until(lambda: num_rows(folder / "x") > 1)
     return job
 
 

@@ -30,6 +30,7 @@ from core.remote.acceptor import Acceptor
 from core.remote.dialer import Link
 from core.remote.tunnel import ProtocolError
 from tests.conftest import DEADLINE_S, wait_until
+from tools.runs import log_rows
 
 MACHINE = "0123456789abcdef" * 2
 ROOT = Path(__file__).resolve().parents[2]
@@ -919,13 +920,9 @@ def test_a_run_outlives_its_machines_and_a_machine_its_learners(
     def learns(program, after: str) -> None:
         """Wait for rows of the log with four streams, after a text in the output."""
         program.wait_for_text(after)
-        logs = tmp_path / "runs" / "x" / "logs.csv"
-        program.wait_for(logs.exists)
 
         def streams() -> list[str]:
-            names, *rows = (line.split(",") for line in logs.read_text().splitlines())
-            i = names.index("streams")
-            return [row[i] for row in rows if len(row) == len(names)]
+            return [row["streams"] for row in log_rows(tmp_path / "runs" / "x")]
 
         before = len(streams())
         program.wait_for(lambda: "4" in streams()[before:])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """core.running.run: a new run with the weights of another, whoever wrote them."""
 
-import csv
 import errno
 import math
 import os
@@ -29,6 +28,7 @@ from core.running import checkpoint, program, run
 from core.running.checkpoint import CheckpointError
 from tests.conftest import DEADLINE_S, wait_until
 from tests.normalization_flags import obeyed
+from tools.runs import log_rows
 
 SIZES = ["--batch_size", "5", "--unroll_length", "10", "--envs_per_actor", "5"]
 
@@ -485,8 +485,7 @@ def test_what_a_fork_adds_to_the_loss_becomes_a_column(tmp_path, monkeypatch):
     with a_run.open():
         learn(a_run)
         a_run.log({"my_gauge": 7})
-    with open(tmp_path / "x" / "logs.csv", newline="") as file:
-        (row,) = csv.DictReader(file)
+    (row,) = log_rows(tmp_path / "x")
     n = len(list(gradient(random_rows(), ())))
     assert n > 1
     for name, expected in (("novelty_loss", 55 * n), ("my_count", 3 * n)):

@@ -17,6 +17,7 @@ from tests.conftest import DEADLINE_S
 from tests.normalization_flags import obeyed
 from tests.trainers import bodies
 from tools.nemesis import programs
+from tools.runs import log_rows
 
 ENV = "tests.trainers.bodies:masked"
 FLAGS = [*("--batch_size", "4", "--unroll_length", "5", "--seed", "3")]
@@ -69,8 +70,7 @@ def test_polybeast_acts_in_every_kind_of_space(tmp_path, capsys):
         server.stop()
         thread.result(timeout=DEADLINE_S)
     # An illegal action would have ended a stream.
-    rows = (tmp_path / "x" / "logs.csv").read_text().splitlines()
-    last = dict(zip(rows[0].split(","), rows[-1].split(",")))
+    last = log_rows(tmp_path / "x")[-1]
     assert (last["reconnects"], last["steps_discarded"]) == ("0", "0")
     play_greedily(polybeast, tmp_path, capsys)
 
@@ -89,6 +89,5 @@ def test_polybeast_acts_in_every_kind_of_space_of_a_server_of_another_make(
         server.kill()
         server.wait()
     # The server's failure after an illegal action would have ended the run.
-    rows = (tmp_path / "x" / "logs.csv").read_text().splitlines()
-    last = dict(zip(rows[0].split(","), rows[-1].split(",")))
+    last = log_rows(tmp_path / "x")[-1]
     assert (last["reconnects"], last["mean_episode_return"]) == ("0", "5")

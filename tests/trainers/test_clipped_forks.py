@@ -4,7 +4,6 @@
 Skipped in a fork that has edited what the patches edit, since they do not apply.
 """
 
-import csv
 import importlib.util
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from core.algorithm import update
 from core.nests import map_nest
 from core.running import checkpoint
 from core.running.resume import Snapshots
+from tools.runs import log_rows
 from tools.sweep import tomllib
 
 ROOT = Path(__file__).parents[2]
@@ -245,7 +245,6 @@ def test_a_run_with_replay_logs_what_was_clipped_and_can_be_tested(
     for mode in (["--total_steps", 2000], ["--mode", "test", "--num_episodes", 1]):
         program = start(*flags, "--xpid", "x", *mode, fork, module=__name__)
         assert program.wait() == 0, program.text()
-    with open(tmp_path / "runs" / "x" / "logs.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = log_rows(tmp_path / "runs" / "x")
     assert any(float(row["clipped"]) > 0 for row in rows)
     assert 0 < float(rows[-1]["replay_mean_rho"]) <= 1.0001

@@ -7,7 +7,6 @@ is skipped in a fork that has edited what the patches edit, since they do not ap
 """
 
 import ast
-import csv
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import libtorchbeast._C
+from tools.runs import log_rows
 
 pytest.importorskip("minatar")
 
@@ -145,8 +145,8 @@ def test_a_fork_learns_minatar_and_plays_it(fork):
     polybeast = [sys.executable, "-m", "polybeast", "--savedir", fork / "runs"]
     said = run(*polybeast, *TRAIN, "--seed", "1", cwd=fork)
     assert "Network Sequential" in said
-    with open(fork / "runs" / "minatar" / "logs.csv", newline="") as file:
-        assert float(list(csv.DictReader(file))[-1]["mean_episode_return"]) >= 3
+    last = log_rows(fork / "runs" / "minatar")[-1]
+    assert float(last["mean_episode_return"]) >= 3
     played = run(*polybeast, *TEST, "--seed", "1", cwd=fork)
     assert json.loads(played.splitlines()[-1])["mean_return"] >= 2  # 10 games only.
 
@@ -165,7 +165,7 @@ def test_a_fork_s_loss_has_a_flag_a_column_and_a_parameter_group(explorer):
     monobeast += ["--log_interval_s", "0"]
     monobeast += ["--learning_rate", "0.001", "--bonus", "0.5"]
     run(*monobeast, cwd=explorer)
-    with open(explorer / "runs" / "new" / "logs.csv", newline="") as file:
-        novelty = [float(row["novelty"]) for row in csv.DictReader(file)]
+    rows = log_rows(explorer / "runs" / "new")
+    novelty = [float(row["novelty"]) for row in rows]
     assert 0 < novelty[-1] < novelty[0]
     assert "novelty" in (explorer / "runs" / "new" / "fields.csv").read_text()

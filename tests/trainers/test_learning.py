@@ -26,7 +26,6 @@ that came of it are in brackets:
   a recurrent state that is always zero: Memory
 """
 
-import csv
 import statistics
 from pathlib import Path
 
@@ -35,6 +34,7 @@ import numpy as np
 import pytest
 
 from tools import sweep
+from tools.runs import log_rows
 
 GATE = Path(__file__).parents[2] / "results" / "learning-gate"
 SPREADS = 6
@@ -77,8 +77,7 @@ class FirstStep(gym.Env):
 
 def last_return(run_dir: Path) -> float:
     """Return the mean return of a run's last 100 games."""
-    with open(run_dir / "logs.csv", newline="") as file:
-        return float(list(csv.DictReader(file))[-1]["mean_episode_return"])
+    return float(log_rows(run_dir)[-1]["mean_episode_return"])
 
 
 def published(task: str) -> tuple[sweep.Run, list[float]]:

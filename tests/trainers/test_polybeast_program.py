@@ -28,7 +28,7 @@ from core.environments.toys import Catch
 from core.remote import env_server
 from core.running.supervise import start_thread
 from tests.conftest import DEADLINE_S, Program, ended, fill, free_ports, wait_until
-from tests.runs import load, log_rows, num_rows
+from tools.runs import load, log_rows, num_rows
 
 REPOSITORY = Path(__file__).parents[2]
 ENDLESS = 10**9

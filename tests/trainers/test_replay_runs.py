@@ -12,8 +12,8 @@ from core.errors import ConfigError
 from core.remote import messages, pool
 from core.remote.greet import complete_flags
 from tests.actors.pool import make_flags
-from tests.runs import log_rows
 from tests.trainers.test_training import differences
+from tools.runs import log_rows
 
 NEW, REPLAYED, CAPACITY, T = 2, 4, 12, 5
 UPDATES = 40

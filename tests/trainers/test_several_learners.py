@@ -13,8 +13,8 @@ from core.remote.env_server import Server
 from core.running import checkpoint
 from tests.conftest import DEADLINE_S, wait_until
 from tests.normalization_flags import obeyed
-from tests.runs import log_rows, num_rows
 from tests.trainers.several import start_learners
+from tools.runs import log_rows, num_rows
 
 T = 5
 FLAGS = ["--env", "Catch", "--batch_size", 4, "--unroll_length", T, "--xpid", "x"]
@@ -72,14 +72,14 @@ def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_pa
 
 def test_a_killed_learner_ends_the_other_with_a_checkpoint(start, tmp_path):
     programs = start_learners(start, *FLAGS, *MONOBEAST, "--total_steps", 10**7)
-    csv = tmp_path / "runs" / "x" / "logs.csv"
-    wait_until(lambda: csv.exists() and csv.read_text().count("\n") > 3)
+    run_dir = tmp_path / "runs" / "x"
+    wait_until(lambda: num_rows(run_dir) > 2)
     os.kill(programs[1].pid, signal.SIGKILL)
     assert programs[0].wait() == 70, programs[0].text()
     assert programs[0].text().splitlines()[-1] == (
         f"learner 0: LearnerLost: learner 1 of 2 (process {programs[1].pid}) was killed"
     )
-    assert newest(tmp_path).step >= int(log_rows(csv.parent)[-1]["step"])
+    assert newest(tmp_path).step >= int(log_rows(run_dir)[-1]["step"])
 
 
 def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, background):
@@ -91,8 +91,8 @@ def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, backgrou
     flags = [*FLAGS, "--total_steps", 10**7, "--stall_timeout_s", 3]
     flags += ["--server_addresses", ",".join(server.address for server in servers)]
     programs = start_learners(start, *flags, module="polybeast")
-    csv = tmp_path / "runs" / "x" / "logs.csv"
-    wait_until(lambda: csv.exists() and csv.read_text().count("\n") > 3)
+    run_dir = tmp_path / "runs" / "x"
+    wait_until(lambda: num_rows(run_dir) > 2)
     servers[1].stop()
     running[1].result(DEADLINE_S)
     assert [p.wait() for p in programs] == [70, 70], [p.text() for p in programs]
@@ -105,7 +105,7 @@ def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, backgrou
         f"learner 0: {reason}",
         f"learner 1: LearnerLost: learner 0 of 2 has ended: {reason}",
     ]
-    assert newest(tmp_path).step >= int(log_rows(csv.parent)[-1]["step"])
+    assert newest(tmp_path).step >= int(log_rows(run_dir)[-1]["step"])
     servers[0].stop()
 
 

@@ -28,8 +28,8 @@ from core.running import precision, run
 from tests import wrong_env
 from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 from tests.normalization_flags import obeyed
-from tests.runs import load, log_rows, num_rows
 from tools.nemesis import programs
+from tools.runs import load, log_rows, num_rows
 
 REPOSITORY = Path(__file__).parents[2]
 ENDLESS = 10**9

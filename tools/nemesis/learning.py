@@ -10,7 +10,6 @@ threshold is at most GOAL times that of the same seeds without faults.
 
 import argparse
 import contextlib
-import csv
 import os
 import random
 import statistics
@@ -26,6 +25,7 @@ from core.errors import Exit
 from tools.nemesis.faulty import P_CRASH, P_STALL
 from tools.nemesis.programs import Program, wait_for, workplace
 from tools.nemesis.result import Result
+from tools.runs import log_rows
 
 GOAL = 1.3
 KILL_EVERY_S = 10.0
@@ -144,14 +144,10 @@ def learn(
 
 def threshold_step(run_dir: Path, task: Task) -> int | None:
     """Return the first step in the log with the threshold reached, if there is one."""
-    with contextlib.suppress(FileNotFoundError):
-        with open(run_dir / "logs.csv", newline="") as file:
-            for row in csv.DictReader(file):
-                # Blank before 100 games.
-                if row["best_mean_return"] and (
-                    float(row["best_mean_return"]) >= task.threshold
-                ):
-                    return int(row["step"])
+    for row in log_rows(run_dir):
+        best = row["best_mean_return"]  # Blank before 100 games.
+        if best and float(best) >= task.threshold:
+            return int(row["step"])
     return None
 
 

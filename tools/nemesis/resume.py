@@ -10,7 +10,6 @@ every step once, in order.
 """
 
 import argparse
-import csv
 import itertools
 import random
 from collections import Counter
@@ -24,6 +23,7 @@ from tools.nemesis.programs import (
     workplace,
 )
 from tools.nemesis.result import Result
+from tools.runs import log_rows
 
 BATCH = 4 * 5  # Steps per update.
 SERIAL = ["--serial", "--seed", "5", "--env", "Catch", "--log_interval_s", "0"]
@@ -50,7 +50,7 @@ def measure(flags: argparse.Namespace) -> Result:
         with Program("monobeast", broken, *total) as program:
             assert program.wait() == 0, program.text()
             different = differences(unbroken, program.checkpoints)
-            logged = logged_steps(program.run_dir)
+            logged = [int(row["step"]) for row in log_rows(program.run_dir)]
     result = Result(
         injected={"kills": moments.total()},
         asked={"kills": flags.kills},
@@ -89,8 +89,3 @@ def kill_many(
                 break
             moments[kind] += 1
     return moments
-
-
-def logged_steps(run_dir: Path) -> list[int]:
-    with open(run_dir / "logs.csv", newline="") as file:
-        return [int(row["step"]) for row in csv.DictReader(file)]

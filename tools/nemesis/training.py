@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer as a user starts it, on Catch, with servers or actors that one can kill."""
 
-import csv
 import os
 import signal
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from collections.abc import Mapping
 import psutil
 
 from tools.nemesis import playground
+from tools.runs import log_rows
 
 
 class Training(playground.Program):
@@ -36,12 +36,8 @@ class Training(playground.Program):
 
     def rows(self) -> list[tuple[float, int]]:
         """Return time and steps of each row of the log."""
-        path = self.folder / "run" / "logs.csv"
-        if not path.exists():
-            return []
-        with path.open(newline="") as file:
-            rows = csv.DictReader(file)
-            return [(float(row["time_s"]), int(row["step"])) for row in rows]
+        rows = log_rows(self.folder / "run")
+        return [(float(row["time_s"]), int(row["step"])) for row in rows]
 
     def kill(self, worker: int) -> None:
         """Kill a server or actor."""

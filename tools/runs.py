@@ -3,12 +3,13 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
-from core.running import checkpoint
 
+def load(run_dir: Path) -> Any:
+    """Return the newest checkpoint, a `core.running.checkpoint.Checkpoint`."""
+    from core.running import checkpoint  # It imports torch, which a log does not need.
 
-def load(run_dir: Path) -> checkpoint.Checkpoint:
-    """Return the newest checkpoint."""
     found = checkpoint.load(run_dir / "checkpoints")
     assert found is not None, f"no checkpoint in {run_dir}"
     return found
@@ -16,7 +17,8 @@ def load(run_dir: Path) -> checkpoint.Checkpoint:
 
 def log_rows(run_dir: Path) -> list[dict[str, str]]:
     """Return the whole rows of the log, without one that is being written."""
-    text = (run_dir / "logs.csv").read_text()
+    path = run_dir / "logs.csv"
+    text = path.read_text() if path.exists() else ""
     return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
 
 
