@@ -120,6 +120,15 @@ def test_too_few_faults_fail(capsys, monkeypatch):
     assert line["failures"] == ["injected 2 kills, asked for 3"]
 
 
+def test_a_folder_may_have_the_name_of_the_figure(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kills, "measure", lambda flags: Result({}, {}, {}))
+    status, line = run(capsys, "--out", "kills", "kills", "--count", "3")
+    assert status == 0
+    assert line["command"].endswith(" kills --count 3 --num_servers 2")
+    assert (tmp_path / "kills" / "kills.json").exists()
+
+
 @pytest.mark.parametrize("form, status", [([], 1), (["--short"], 0)])
 def test_to_be_late_fails_but_in_the_short_form(capsys, monkeypatch, form, status):
     late = Result({}, {}, {})

@@ -4,11 +4,13 @@
 import os
 import random
 import signal
+import subprocess
 import tempfile
 import time
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from core.nests import map_nest
@@ -136,6 +138,30 @@ def test_faulty_environments_fail_as_often_as_they_say(tmp_path, monkeypatch):
     assert abs(crashes - 200) < 85 and abs(stalls - 40) < 38
     assert (tmp_path / "crashes").stat().st_size == crashes
     assert (tmp_path / "stalls").stat().st_size == stalls
+
+
+# A chain of processes: sh chain.sh 3 is the trainer, 0 the server.
+CHAIN = """
+[ $1 = 0 ] && exec sleep 60
+sh "$0" $(($1 - 1))
+true
+"""
+
+
+def test_a_server_is_killed_not_its_guard_and_counts_once(tmp_path):
+    (tmp_path / "chain.sh").write_text(CHAIN)
+    with subprocess.Popen(["sh", tmp_path / "chain.sh", "3"]) as trainer:
+        try:
+            me = psutil.Process(trainer.pid)
+            wait_for(lambda: "sleep" in [p.name() for p in me.children(recursive=True)])
+            guard, server = me.children(recursive=True)[1:]
+            assert learning.kill_a_server(trainer)
+            wait_for(lambda: not server.is_running())
+            assert trainer.wait(timeout=60) == 0  # As each of the others.
+            assert not guard.is_running()
+            assert not learning.kill_a_server(trainer)
+        finally:
+            trainer.kill()
 
 
 def test_the_first_step_at_the_threshold_is_found(tmp_path):

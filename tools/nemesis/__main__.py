@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     forms = FIGURES if flags.short else dict.fromkeys(FIGURES, [])
     if flags.figure is not None:
         words = sys.argv[1:] if argv is None else list(argv)
-        own = words[words.index(flags.figure) + 1 :]
+        # The last one is the figure: --out may have a value of the same name.
+        own = words[len(words) - words[::-1].index(flags.figure) :]
         forms = {flags.figure: [*(forms[flags.figure] or []), *own]}
     same = ["--short"] if flags.short else []
     same += [] if flags.out is None else ["--out", str(flags.out)]

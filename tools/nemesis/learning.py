@@ -125,9 +125,10 @@ def learn(
 
         def has_come_to_it() -> bool:
             nonlocal next_kill
-            if faults is not None and time.monotonic() > next_kill:
+            is_due = faults is not None and time.monotonic() > next_kill
+            if is_due and kill_a_server(program):
                 next_kill += KILL_EVERY_S
-                happened["kills"] += kill_a_server(program)
+                happened["kills"] += 1
             time.sleep(0.05)
             return threshold_step(program.run_dir, task) is not None
 
@@ -152,11 +153,20 @@ def threshold_step(run_dir: Path, task: Task) -> int | None:
 
 
 def kill_a_server(program: Program) -> bool:
-    """Kill a process that steps environments; return whether there was one."""
-    servers: list[psutil.Process] = []
+    """Kill a process that steps environments; return whether one was killed."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for supervisor in psutil.Process(program.pid).children():
-            servers += supervisor.children()
-        if servers:
+        supervisors = children_of([psutil.Process(program.pid)])
+        guards = children_of(supervisors)
+        if servers := children_of(guards):
             random.choice(servers).kill()
-    return bool(servers)
+            return True
+    return False
+
+
+def children_of(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the children of those processes that have not ended."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += process.children()
+    return found
