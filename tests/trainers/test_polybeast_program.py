@@ -2,7 +2,8 @@
 """PolyBeast as a process: trained, stopped, killed, broken, resumed, tested.
 
 What concerns a run's folder only (checkpoints, logs, flags of a resumed run) is the
-same code for both trainers and tested with MonoBeast, in test_training.py.
+same code for both trainers and tested with MonoBeast, in test_training.py. There are
+also some tests of both programs.
 """
 
 import contextlib
@@ -21,13 +22,12 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from core.environments.stepping import env_seed
 from core.environments.toys import Catch
 from core.remote import env_server
 from core.running.supervise import start_thread
-from tests.conftest import DEADLINE_S, Program, ended, fill, free_ports, wait_until
+from tests.conftest import DEADLINE_S, Program, ended, free_ports, wait_until
 from tools.runs import load, log_rows, num_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -192,46 +192,6 @@ def test_a_signal_ends_the_wait_for_servers_elsewhere(train, run_dir, folder):
     stop(program)
     assert "Traceback" not in program.text()
     assert not run_dir.exists()
-
-
-def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path):
-    """As by the end of a terminal: the real program, as a user starts it.
-
-    The terminal has not read for a long time, and the environments talk a lot.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "polybeast",
-        "--env",
-        "tests.wrong_env:make_chatty",
-    ]
-    command += [*LOCAL, "--total_steps", ENDLESS, "--xpid", "x", "--savedir", tmp_path]
-    unread, stderr = os.pipe()
-    fill(stderr)
-    with subprocess.Popen(
-        [str(word) for word in command],
-        cwd=REPOSITORY,
-        start_new_session=True,  # A process group of its own, as a shell would make.
-        stdout=stderr,
-        stderr=stderr,
-    ) as process:
-        os.close(stderr)
-        try:
-            wait_until(lambda: num_rows(tmp_path / "x") or process.poll() is not None)
-            family = psutil.Process(process.pid).children(recursive=True)
-            assert len(family) == 1 + 2 * N
-            os.killpg(process.pid, signal.SIGHUP)
-            process.wait(DEADLINE_S)
-        finally:
-            process.kill()
-            os.close(unread)
-    text = (tmp_path / "x" / "out.log").read_text()
-    assert process.returncode == 75, text
-    assert "Stopped by SIGHUP" in text and "chatter" in text
-    assert "SIGHUP: stopping" not in text  # The servers did not hear it.
-    assert "Traceback" not in text
-    assert ended(family)
 
 
 def test_nothing_outlives_a_killed_run_and_it_resumes(train, run_dir):
@@ -655,21 +615,6 @@ def test_an_exception_in_inference_ends_the_run_with_its_traceback(train, run_di
     assert "FloatingPointError" in (run_dir / "out.log").read_text()
 
 
-def test_losses_that_are_not_finite_stop_the_run_and_spare_the_weights(train, run_dir):
-    env = "tests.wrong_env:make_boundless"
-    program = train(*LOCAL, "--env", env, "--reward_clipping", "none")
-    assert program.wait() == 70, program.text()
-    text = program.text()
-    assert text.splitlines()[-1].startswith("FloatingPointError: 10 updates in a row")
-    assert "in learn_loop" in text
-    found = load(run_dir)
-    assert found.state["learner"]["updates"] == 0
-    # The second learner thread may have got one in before the end.
-    assert found.state["learner"]["skipped"] in (10, 11)
-    for name, tensor in found.tensors["model"].items():
-        assert torch.isfinite(tensor).all(), name
-
-
 def test_local_servers_that_are_never_ready_end_the_run(train, run_dir):
     env = "tests.wrong_env:make_never"
     program = train(*LOCAL, "--env", env, "--stall_timeout_s", 1)
@@ -699,25 +644,6 @@ def test_an_environment_that_hangs_ends_the_run_with_every_stack(train, run_dir)
 
 
 # ------------------------------------------------------------------- what a run writes
-
-
-def test_no_action_learned_from_is_older_than_the_maximal_lag(train, run_dir):
-    flags = ["--env", "Catch", "--total_steps", 100 * BATCH, "--max_policy_lag", 0]
-    program = train(*flags, *LOCAL)
-    assert program.wait() == 0, program.text()
-    rows = log_rows(run_dir)
-    lags = [row["policy_lag_max"] for row in rows if row["policy_lag_max"]]
-    assert lags and set(map(float, lags)) == {0.0}
-    last = rows[-1]
-    assert int(last["updates"]) >= 100  # Of batches that may be smaller.
-    ledger = re.search(
-        r"(\d+) rows received = (\d+) learned \+ (\d+) stale \+ (\d+) unused \+ ",
-        program.text(),
-    )
-    received, learned, stale, unused = map(int, ledger.groups())
-    assert learned == int(last["step"])
-    assert stale == int(last["stale_rollouts"]) * 5 > 0
-    assert learned + stale + unused <= received
 
 
 def test_a_run_writes_what_it_did(train, run_dir):

@@ -39,6 +39,9 @@ BATCH = 4 * 5  # Steps per update.
 SERIAL = ["--serial", *SIZES, "--log_interval_s", 0]
 # Forked actors start in no time; other start methods are tested where they matter.
 ASYNC = [*SIZES, "--start_method", "fork", "--log_interval_s", 0]
+SERVERS = ["--num_servers", 2, "--streams_per_server", 1, "--envs_per_stream", 2]
+SERVERS += [*SIZES[4:], "--log_interval_s", 0]
+PROGRAMS = [("monobeast", ASYNC), ("polybeast", SERVERS)]
 UPDATE = Learner.update  # Environments below replace it, each time one is made.
 
 
@@ -187,9 +190,12 @@ def test_a_run_killed_again_and_again_has_every_log_row_once(interrupted):
         assert row == expected
 
 
-def test_no_action_learned_from_is_older_than_the_maximal_lag(start, tmp_path):
+@pytest.mark.parametrize("module, sizes", PROGRAMS)
+def test_no_action_learned_from_is_older_than_the_maximal_lag(
+    start, tmp_path, module, sizes
+):
     flags = ["--env", "Catch", "--total_steps", 100 * BATCH, "--xpid", "x"]
-    program = start(*flags, *ASYNC, "--max_policy_lag", 0)
+    program = start(*flags, *sizes, "--max_policy_lag", 0, module=module)
     assert program.wait() == 0, program.text()
     rows = log_rows(tmp_path / "runs" / "x")
     lags = [row["policy_lag_max"] for row in rows if row["policy_lag_max"]]
@@ -262,20 +268,18 @@ def test_ctrl_c_while_python_imports_ends_a_program_without_a_word(module):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum):
-    """As by Ctrl-C in a terminal, or by its end.
+@pytest.mark.parametrize("module, sizes", PROGRAMS)
+def test_a_signal_to_the_whole_process_group_is_one_to_the_run(
+    tmp_path, module, sizes, signum
+):
+    """As by Ctrl-C in a terminal, or by its end: real programs, as a user starts them.
 
     The terminal has not read for a long time, and the environments talk a lot.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "monobeast",
-        "--env",
-        "tests.wrong_env:make_chatty",
-    ]
-    command += [*ASYNC, "--start_method", "forkserver", "--total_steps", ENDLESS]
-    command += ["--xpid", "x", "--savedir", tmp_path]
+    command = [sys.executable, "-m", module, "--env", "tests.wrong_env:make_chatty"]
+    command += [*sizes, "--total_steps", ENDLESS, "--xpid", "x", "--savedir", tmp_path]
+    if module == "monobeast":
+        command += ["--start_method", "forkserver"]
     unread, stderr = os.pipe()
     fill(stderr)
     with subprocess.Popen(
@@ -291,7 +295,9 @@ def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum)
                 lambda: num_rows(tmp_path / "x") >= 3 or process.poll() is not None
             )
             family = psutil.Process(process.pid).children(recursive=True)
-            assert len(family) >= 5  # Three actors, fork server, resource tracker.
+            # Three actors, fork server, resource tracker; or a supervisor, and two
+            # servers with a guard each.
+            assert len(family) >= 5
             os.killpg(process.pid, signum)
             process.wait(DEADLINE_S)
         finally:
@@ -300,6 +306,7 @@ def test_a_signal_to_the_whole_process_group_is_one_to_the_run(tmp_path, signum)
     text = (tmp_path / "x" / "out.log").read_text()
     assert process.returncode == 75, text
     assert f"Stopped by {signum.name}" in text and "chatter" in text
+    assert f"{signum.name}: stopping" not in text  # The servers did not hear it.
     assert "Traceback" not in text
     wait_until(lambda: ended(family))
 
@@ -431,11 +438,16 @@ def test_an_unknown_environment_is_one_line_not_a_traceback(start):
     assert "Traceback" not in program.text()
 
 
-def test_losses_that_are_not_finite_stop_the_run_and_spare_the_weights(start, tmp_path):
-    env = "tests.wrong_env:make_boundless"
-    program = start(*ASYNC, "--env", env, "--reward_clipping", "none", "--xpid", "x")
+@pytest.mark.parametrize("module, sizes", PROGRAMS)
+def test_losses_that_are_not_finite_stop_the_run_and_spare_the_weights(
+    start, tmp_path, module, sizes
+):
+    flags = ["--env", "tests.wrong_env:make_boundless", "--reward_clipping", "none"]
+    program = start(*sizes, *flags, "--xpid", "x", module=module)
     assert program.wait() == 70, program.text()
-    assert "FloatingPointError: 10 updates in a row" in program.text()
+    text = program.text()
+    assert text.splitlines()[-1].startswith("FloatingPointError: 10 updates in a row")
+    assert "in learn_loop" in text
     found = load(tmp_path / "runs" / "x")
     # The second learner thread may have got one in before the end.
     assert found.state["learner"]["skipped"] in (10, 11)
