@@ -11,7 +11,6 @@ import random
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
@@ -25,19 +24,25 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from core.running import terminal
 from core.running.signals import STOP_SIGNALS
 from core.running.supervise import start_thread
-from tools.nemesis.programs import came_true, is_saving
+from tools.nemesis.programs import DEADLINE_S, came_true, is_saving, workplace
+from tools.nemesis.programs import wait_for as wait_until
 
-DEADLINE_S = 60.0  # For anything awaited; a test that needs it all has failed.
-POLL_S = 0.005
+with contextlib.suppress(ModuleNotFoundError):  # .venv-classic has none.
+    import hypothesis
+
+    # No deadline: a busy machine is slow. The same examples in each run.
+    hypothesis.settings.register_profile(
+        "tests", deadline=None, derandomize=True, database=None
+    )
+    hypothesis.settings.load_profile("tests")
 
 
-def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-    """Poll `condition` until it is true; the only place in the tests that sleeps."""
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not true within {deadline_s} s: {condition}")
-        time.sleep(POLL_S)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch  # Not for those that need none.
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
 
 
 def ended(processes: Iterable[psutil.Process]) -> bool:
@@ -206,6 +211,13 @@ def starter(context, folder: Path) -> Iterator[Callable[..., Program]]:
         for program in programs:
             with contextlib.suppress(ProcessLookupError):
                 program.kill()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a folder with a short name, for unix sockets."""
+    with workplace() as folder:
+        yield folder
 
 
 @pytest.fixture

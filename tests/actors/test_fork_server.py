@@ -8,17 +8,10 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
-from tools.nemesis.programs import FLAGS, SIZES, Program, wait_for, workplace
+from tools.nemesis.programs import FLAGS, SIZES, Program, wait_for
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def folder():
-    with workplace() as folder:
-        yield folder
 
 
 def fork_server(program: Program) -> int:

@@ -28,7 +28,6 @@ from core.running.supervise import start_thread
 from tests.conftest import DEADLINE_S
 from tests.normalization_flags import obeyed
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 LONG = 10**9  # Clock cycles: at least 0.3 s.
 
 
@@ -56,7 +55,7 @@ def test_page_locked_arrays_are_like_those_of_numpy(monkeypatch, shape, dtype):
     assert (x == 1).all()
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_work_in_a_stream_of_its_own_does_not_wait_for_an_update():
     stream = gpu.create_stream("cuda", urgent=True)
     source = gpu.allocate_page_locked(2**20).fill_(7)
@@ -74,7 +73,7 @@ def test_work_in_a_stream_of_its_own_does_not_wait_for_an_update():
     assert said.item() == 7 * 2**20
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_stream_begins_after_what_was_made_before_it():
     x = torch.zeros(1000, device="cuda")
     x.sum().item()  # As above.
@@ -85,7 +84,7 @@ def test_a_stream_begins_after_what_was_made_before_it():
     assert total.item() == 3000
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_weights_that_an_inference_thread_fetches_are_of_one_version():
     net = torch.nn.Linear(2000, 2000).cuda()
     weights = polybeast.Weights(net, "cuda")
@@ -113,7 +112,7 @@ PONG = "--env PongNoFrameskip-v4"
 EVERYTHING = "--normalize_observations --normalize_returns --reward_clipping none"
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "argv",
     [
@@ -155,7 +154,7 @@ def assert_close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class FakeRecorder:
@@ -269,7 +268,7 @@ def test_what_cannot_be_recorded_is_named_with_the_flag():
         raise torch.cuda.OutOfMemoryError("2 GiB")
 
 
-@needs_gpu
+@pytest.mark.gpu
 @torch.inference_mode()
 def test_a_network_that_waits_for_the_gpu_cannot_be_recorded(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -299,7 +298,7 @@ def test_a_gradient_is_recorded_for_few_sizes_of_a_batch(device):
     assert sorted(graphs._graphs) == [1, 2, 3, 4]
 
 
-@needs_gpu
+@pytest.mark.gpu
 @torch.inference_mode()
 def test_weights_of_two_dtypes_are_copied_to_a_network_that_acts():
     """Like those of a network whose torso acts in bfloat16."""
@@ -334,7 +333,7 @@ def test_until_the_optimizer_an_update_looks_at_no_tensor(model):
             parts[0].total_loss.item()
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_graphs_are_recorded_while_other_threads_use_the_gpu(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     net = polybeast.Net(PICTURES, ACTIONS).cuda()
@@ -366,7 +365,7 @@ def test_graphs_are_recorded_while_other_threads_use_the_gpu(monkeypatch):
     updates.result(DEADLINE_S)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "flags", ["", "--use_lstm", "--disable_cuda_graphs", "--replay_ratio=1"]
 )

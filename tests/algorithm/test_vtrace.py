@@ -317,8 +317,6 @@ def test_from_logits_weighs_by_the_two_policies():
 
 @pytest.mark.gpu
 def test_the_gpu_agrees_with_the_cpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     arguments = random_arguments()
     on_gpu = {name: x.cuda() for name, x in arguments.items()}
     assert_equal(

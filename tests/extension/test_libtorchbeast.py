@@ -124,7 +124,6 @@ def test_tensor_on_another_device_is_refused_with_a_remedy():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensor_on_the_gpu_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match=r"on cuda:0; call \.cpu\(\)"):
         through_a_queue(torch.zeros(2, device="cuda"))

@@ -116,7 +116,6 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, content, flags, said):
         AddressFile(str(path), flags).addresses()
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(
     st.from_regex(
         r"(unix:/?|\[)?[a.é\0/%#:\] -]{0,4}(é{53})?:?([0-9]{1,6}-)?[0-9]{0,6}"
@@ -251,7 +250,7 @@ def test_a_source_that_breaks_ends_the_run():
         wait_until(has_failed)
 
 
-def test_a_bad_list_ends_the_start_and_a_list_to_come_does_not(caplog):
+def test_a_bad_list_ends_the_start_and_a_list_to_come_does_not():
     with pytest.raises(ConfigError, match="bad line"):
         ServerList([], [FakeSource(ConfigError("bad line"))])
     with ServerList([], [FakeSource(Unavailable("hosts names no server"))]) as servers:

@@ -15,7 +15,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -57,13 +56,6 @@ from tests.env_client import (  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 K = 3
-
-
-@pytest.fixture
-def folder():
-    """A folder with a short name: the path of a unix socket holds about 100 bytes."""
-    with tempfile.TemporaryDirectory(prefix="tb") as folder:
-        yield folder
 
 
 @pytest.fixture
@@ -380,7 +372,7 @@ def test_what_is_no_exception_ends_the_stream_with_its_traceback_too(
         client.step(0)
 
 
-def test_the_clock_runs_during_each_call_into_an_environment(serve, folder):
+def test_the_clock_runs_during_each_call_into_an_environment(serve):
     """In the constructor and close too, when the server starts and for a stream."""
     progress, seen = np.zeros((1, 2)), []
 
@@ -848,7 +840,7 @@ def test_the_longest_path_works(folder):
     server.run()
 
 
-def test_a_live_servers_socket_is_left_alone(serve, folder):
+def test_a_live_servers_socket_is_left_alone(serve):
     server = serve(counting_env.make)
     refused(server.address, "in use: a live server listens there")
     with EnvClient(server.address) as client:
@@ -1127,7 +1119,7 @@ def test_servers_listen_at_consecutive_ports(start):
     assert "encrypted" not in program.text()
 
 
-def test_pipes_basename_is_torchbeasts_spelling(start, folder):
+def test_pipes_basename_is_torchbeasts_spelling(folder):
     program = Program(
         Path(folder, "out"),
         ["--num_servers", 1, "--pipes_basename", f"unix:{folder}/beast", *COUNTING],
@@ -1212,7 +1204,7 @@ def test_a_server_that_always_dies_ends_the_program(start, folder):
     assert "exit status 3" in last_line
 
 
-def test_who_forks_servers_has_one_thread(start, folder):
+def test_who_forks_servers_has_one_thread(start):
     """A fork copies one thread, and the locks that others hold."""
     program = start("--env", "Catch", num_servers=2)
     program.wait_for_text("Serving")
@@ -1488,7 +1480,7 @@ def test_defaults_are_said_in_the_help(capsys):
     assert f"Default: {polybeast_env.SERVER_ADDRESS}" in text
 
 
-def test_atari_is_served_as_the_flags_say(folder, serve):
+def test_atari_is_served_as_the_flags_say(serve):
     pytest.importorskip("ale_py")
     flags = polybeast_env.parse_flags(
         ["--env", "PongNoFrameskip-v4", "--frame_skip", "3", "--full_action_space"]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -22,13 +21,6 @@ from core.running.signals import StopSignal
 from tests.conftest import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def folder():
-    """A folder with a short name: the path of a unix socket holds about 100 bytes."""
-    with tempfile.TemporaryDirectory(prefix="tb") as folder:
-        yield folder
 
 
 def create_no_server(flags, address, progress):

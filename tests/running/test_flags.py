@@ -434,7 +434,7 @@ small = st.integers(1, 12)
     ),
     serial=st.booleans(),
 )
-@hypothesis.settings(deadline=None, max_examples=200, derandomize=True, database=None)
+@hypothesis.settings(max_examples=200)
 def test_exactly_what_can_be_trained_is_accepted(sizes, serial):
     A, B, E, T = (
         sizes.get(k)

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import types
 
@@ -213,25 +212,18 @@ def middle(method, by_thread):
     threading.Event().wait()
 
 
-@pytest.fixture
-def leftovers():
-    """A folder for what killed processes leave; a short name, as a socket is in it."""
-    with tempfile.TemporaryDirectory(prefix="tb") as folder:
-        yield folder
-
-
 @pytest.mark.parametrize(
     "method, by_thread",
     [(method, False) for method in multiprocessing.get_all_start_methods()]
     + [("spawn", True)],
 )
-def test_a_child_ends_with_its_killed_parent(method, by_thread, leftovers):
+def test_a_child_ends_with_its_killed_parent(method, by_thread, folder):
     code = "from tests.running.test_supervise import middle; "
     code += f"middle({method!r}, {by_thread})"
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": leftovers},
+        env={**os.environ, "TMPDIR": str(folder)},  # Killed processes leave files.
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,6 @@ def train(start) -> Callable[..., Program]:
 @pytest.fixture
 def run_dir(tmp_path) -> Path:
     return tmp_path / "runs" / "x"
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    """A folder with a short name: the path of a unix socket holds about 100 bytes."""
-    with tempfile.TemporaryDirectory(prefix="tb") as folder:
-        yield folder
 
 
 @pytest.fixture
@@ -175,7 +167,7 @@ def test_a_signal_at_any_moment_ends_a_run_and_leaves_nothing(train, run_dir, mo
     assert not run_dir.exists() or load(run_dir).step >= 0
 
 
-def test_a_second_signal_ends_the_run_at_once(train, run_dir):
+def test_a_second_signal_ends_the_run_at_once(train):
     program = train(*LOCAL, "--env", "tests.wrong_env:make_hanging")
     program.wait_for_text("about to hang")  # So the end takes a second.
     family, sockets = program.family(), socket_folder(servers_of(program))
@@ -245,7 +237,7 @@ def test_a_stopped_run_goes_on_and_plays_other_games(train, run_dir):
     assert len(set(steps)) == len(steps)
 
 
-def test_a_finished_run_has_nothing_more_to_do(train, run_dir):
+def test_a_finished_run_has_nothing_more_to_do(train):
     for _ in range(2):
         program = train(*LOCAL, "--env", "Catch", "--total_steps", 2 * BATCH)
         assert program.wait() == 0, program.text()
@@ -373,7 +365,7 @@ def test_killed_and_stopped_supervisors_and_deleted_sockets_cost_no_run(train, r
     wait_until(lambda: ended(family) and not sockets.exists())
 
 
-def test_rollouts_that_cannot_fit_into_memory_are_refused_at_the_start(train, run_dir):
+def test_rollouts_that_cannot_fit_into_memory_are_refused_at_the_start(train):
     flags = [*LOCAL, "--env", "Catch", "--max_learner_queue_size", 10**9]
     program = train(*flags, "--num_servers", 3)
     assert program.wait() == 78, program.text()
@@ -702,7 +694,7 @@ def test_sockets_are_where_pipes_basename_says(train, run_dir, folder):
     assert os.listdir(folder) == []
 
 
-def test_a_socket_that_cannot_be_made_is_one_line(train, run_dir, folder):
+def test_a_socket_that_cannot_be_made_is_one_line(train, folder):
     basename = f"unix:{folder}/none/polybeast"
     program = train(*LOCAL, "--env", "Catch", "--pipes_basename", basename)
     assert program.wait() == 78, program.text()
@@ -754,7 +746,7 @@ def test_the_profiler_trace_shows_inference_and_learning(train, run_dir):
 # --------------------------------------------------------------------------- test mode
 
 
-def test_test_mode_plays_what_was_trained(start, train, run_dir):
+def test_test_mode_plays_what_was_trained(train):
     """The flags of training are found in meta.json: only --xpid is repeated."""
     flags = [*LOCAL, "--env", "Catch", "--seed", 1, "--learning_rate", 0.002]
     program = train(*flags, "--epsilon", 0.001, "--total_steps", 200 * BATCH)
