@@ -4,6 +4,7 @@
     algorithm/ environments/ running/ actors/ remote/    the rooms of core/, by module
     extension/     libtorchbeast from Python; the C++ has its own tests in csrc/tests
     trainers/      the two programs: networks, flags, whole runs, resuming, forks
+    launching/     torchrun, Slurm, Kubernetes, Docker: the files of tools/ for clusters
     repository/    documents, results, tools, packaging, the rules of the house
     classic/       classic gym and atari-py, in an environment of their own:
                    `make test-classic`

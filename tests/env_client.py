@@ -128,9 +128,6 @@ class EnvClient(RawStream):
         assert step.seq == self.seq, (step.seq, self.seq)
         self._steps.copy_from(step.arrays)
 
-    def num_rows(self) -> int:
-        return self.welcome.num_envs
-
 
 def play(client: EnvClient, num_steps: int, actions: Iterator[Any]) -> Any:
     """Return rows 0 (the present one) to `num_steps`: a nest of [T + 1, K, ...]."""

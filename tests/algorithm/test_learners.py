@@ -21,7 +21,7 @@ from core.running.supervise import start_thread
 from tests.algorithm.test_normalization import ACTIONS, VECTOR, T, random_batch
 from tests.conftest import DEADLINE_S, wait_until
 from tests.normalization_flags import obeyed
-from tests.trainers.several import bound_port, environments
+from tests.trainers.several import environments
 
 COLUMNS, UPDATES = 6, 3
 FLAGS = ["--env", "Catch", "--disable_cuda", "--unroll_length", str(T)]
@@ -333,7 +333,8 @@ def test_learners_meet_again_when_torchrun_starts_them_again(together):
 
 
 def test_a_port_in_use_is_one_clear_line(together):
-    with bound_port() as port:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
         errors = together(differ, envs=environments(2, port)[:1])
     assert errors[0].startswith(
         "ConfigError: learner 0 of 2 cannot connect to the other learners at "

@@ -17,13 +17,13 @@ from core.environments.vector import from_vector_env
 from core.errors import EnvError, EnvSpecError, EnvValueError, MakeError
 from core.nests import leaves, map_nest
 from tests import counting_env
-from tests.counting_env import LIVES, NESTED, TRUNCATING, CountingEnv, check_rollout
+from tests.counting_env import LIVES, TRUNCATING, CountingEnv, check_rollout
+from tests.environments.helpers import KINDS, at
 
 SEED = 11
 K = 3
 NEXT_STEP, SAME_STEP, DISABLED = AutoresetMode
 MODES = pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.value)
-KINDS = [0, TRUNCATING, LIVES, LIVES | TRUNCATING, NESTED | TRUNCATING]
 
 try:
     import envpool
@@ -49,10 +49,6 @@ def play(envs, *, num_steps, rng_seed=0, reset=True):
         envs.step(rng.integers(envs.action_space.n, size=K), at(rows, t))
     envs.close()
     return rows
-
-
-def at(rows, t):
-    return map_nest(lambda array: array[t], rows)
 
 
 def assert_same_rows(ours, theirs):

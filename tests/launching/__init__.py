@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as clusters start them: torchrun, Slurm, Kubernetes, Docker."""

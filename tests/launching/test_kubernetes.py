@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import DEADLINE_S
-from tests.trainers.several import bound_port
+from tests.conftest import DEADLINE_S, free_ports
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -99,8 +98,7 @@ def test_the_containers_commands_train_a_run_to_its_end(tmp_path):
     assert certs.main(["--hosts", "127.0.0.1", "--out", str(tmp_path / "certs")]) == 0
     data = dict(one("ConfigMap", "torchbeast")["data"])
     data |= {"ENV": "Catch", "TOTAL_STEPS": "2000"}
-    with bound_port() as port:
-        pass
+    port = free_ports(1)
     replaced = {"torchbeast-servers:4431": f"127.0.0.1:{port}", ":4431": f":{port}"}
     replaced |= {"/runs": tmp_path / "runs"}
     commands = {

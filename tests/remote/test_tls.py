@@ -410,7 +410,7 @@ def test_somebody_elses_key_may_be_for_our_group(folders, tmp_path):
         tls.read(str(folder), is_server=False)
 
 
-def test_a_servers_program_says_what_is_wrong_with_its_files(folders, capsys):
+def test_a_servers_program_says_what_is_wrong_with_its_files(folders):
     argv = ["--env", "Catch", "--num_servers", "1", "--server_address", "0.0.0.0:0"]
     argv += ["--tls_dir", str(folders["expired"])]
     errors = []

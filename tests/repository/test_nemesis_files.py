@@ -42,12 +42,6 @@ def test_kills_find_a_save_that_is_not_atomic(tmp_path, rng):
     assert seen["unreadable"] > 0
 
 
-def test_kills_find_nothing_wrong_with_ours(tmp_path, rng):
-    seen = checkpoints.kill_in_saves(tmp_path, 3, rng)
-    assert seen["in_a_save"] == 3
-    assert seen["unreadable"] == seen["half_saves"] == 0
-
-
 def test_mutations_find_a_checkpoint_that_is_not_verified(tmp_path, rng, monkeypatch):
     assert checkpoints.mutate_many(tmp_path / "ours", 30, rng) == {
         "injected": 30,

@@ -269,7 +269,7 @@ STOPS_WITH_A_CHECKPOINT = """
 signals = {signal.SIGINT, signal.SIGTERM}
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 print("ready", flush=True)
-signal.sigtimedwait(signals, 30)
+assert signal.sigtimedwait(signals, 30)
 print("checkpoint", flush=True)
 sys.exit(75)
 """

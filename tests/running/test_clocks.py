@@ -48,6 +48,7 @@ def test_python_reads_the_wall_clock_for_people_only():
 
 def test_cpp_tells_the_wall_clock_to_grpc_only():
     """gRPC takes absolute times, and makes them relative at once."""
+    found = 0
     for path in REPOSITORY.glob("csrc/*.[ch]*"):
         text = re.sub(r"\s+", " ", path.read_text())
         for match in re.finditer("system_clock", text):
@@ -57,6 +58,8 @@ def test_cpp_tells_the_wall_clock_to_grpc_only():
                 r"(AsyncNext\( &tag, &ok,|set_deadline\() ?std::chrono::$", before
             )
             assert is_told and after.startswith("::now() +"), (path.name, before)
+            found += 1
+    assert found
 
 
 def jumping_env() -> toys.Catch:

@@ -227,13 +227,13 @@ def test_tests_of_one_second_have_a_table_each(tmp_path):
     assert [len(table.read_text().splitlines()) for table in tables] == [2, 3, 4]
 
 
-def test_one_game_has_no_spread(tmp_path, capsys):
+def test_one_game_has_no_spread(tmp_path):
     result = evaluation.report(iter(GAMES[2:]), tmp_path, step=0, settings={})
     assert (result["episodes"], result["mean_return"]) == (1, 6.0)
     assert result["stderr"] == 0.0
 
 
-def test_report_and_play_go_together(tmp_path, capsys):
+def test_report_and_play_go_together(tmp_path):
     games, _ = play(LIVES)
     playing = evaluation.play(make_envs(LIVES), Policy(), 0, num_games=NUM_GAMES)
     result = evaluation.report(playing, tmp_path, step=0, settings={})

@@ -44,7 +44,7 @@ def test_a_signal_delivered_twice_counts_once():
     assert (done.returncode, done.stdout) == (0, "SIGINT\n"), done.stderr
 
 
-def test_the_old_handlers_come_back_afterwards(monkeypatch):
+def test_the_old_handlers_come_back_afterwards():
     before = signal.getsignal(signal.SIGINT)
     with StopSignal():
         assert signal.getsignal(signal.SIGINT) != before

@@ -1,27 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start several learners as torchrun does, without the seconds that torchrun takes."""
 
-import contextlib
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from tests.conftest import Program
-
-
-@contextlib.contextmanager
-def bound_port() -> Iterator[int]:
-    """Yield a port of this machine that is in use."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        yield taken.getsockname()[1]
+from tests.conftest import Program, free_ports
 
 
 def environments(size: int, port: int | None = None) -> list[dict[str, str]]:
     """Return the environment variables that torchrun sets, for each learner."""
     if port is None:
-        with bound_port() as port:
-            pass
+        port = free_ports(1)
     return [
         {
             "RANK": str(rank),

@@ -75,9 +75,7 @@ def test_polybeast_acts_in_every_kind_of_space(tmp_path, capsys):
     play_greedily(polybeast, tmp_path, capsys)
 
 
-def test_polybeast_acts_in_every_kind_of_space_of_a_server_of_another_make(
-    tmp_path, capsys
-):
+def test_polybeast_acts_in_every_kind_of_space_of_a_server_of_another_make(tmp_path):
     pytest.importorskip("grpc_tools", reason="pip install grpcio-tools")
     address = f"unix:{tmp_path}/s"
     script = Path(__file__).with_name("foreign_body.py")

@@ -343,7 +343,7 @@ def test_a_stopped_run_goes_on_with_its_step_best_and_recent_returns(start, tmp_
     assert ours["returns"][:-new] == theirs["returns"][new:]
 
 
-def test_a_second_signal_ends_the_run_at_once(start, tmp_path):
+def test_a_second_signal_ends_the_run_at_once(start):
     program = start(*ASYNC, "--env", "tests.wrong_env:make_hanging", "--xpid", "x")
     program.wait_for_text("about to hang")  # So draining takes its second.
     family = program.family()
