@@ -9,6 +9,8 @@
     classic/       classic gym and atari-py, in an environment of their own:
                    `make test-classic`
 
+`faults.md` has the tests of each fault in docs/reliability.md.
+
 While you change a module, run its own file: a second to a minute. What is beside this
 file serves the tests: environments that count, fail or misbehave, and hostile peers. It
 is a package so that `--env tests.counting_env:make` can be imported.
