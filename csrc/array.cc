@@ -13,7 +13,7 @@ struct DTypeInfo {
   size_t itemsize;
 };
 
-constexpr std::array<DTypeInfo, 13> kDTypes = {{
+constexpr std::array<DTypeInfo, kNumDTypes> kDTypes = {{
     {"bool", 1},
     {"uint8", 1},
     {"int8", 1},
@@ -28,7 +28,7 @@ constexpr std::array<DTypeInfo, 13> kDTypes = {{
     {"float32", 4},
     {"float64", 8},
 }};
-static_assert(static_cast<size_t>(DType::kFloat64) + 1 == kDTypes.size());
+static_assert(static_cast<size_t>(DType::kFloat64) + 1 == kNumDTypes);
 
 }  // namespace
 

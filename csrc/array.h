@@ -30,6 +30,7 @@ enum class DType : uint8_t {
   kFloat32,
   kFloat64,
 };
+inline constexpr size_t kNumDTypes = 13;
 
 size_t itemsize(DType dtype);
 std::string_view name(DType dtype);  // The name in numpy and torch: "float32".

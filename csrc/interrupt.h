@@ -9,12 +9,19 @@
 #include <mutex>
 #include <optional>
 
+#include "clock.h"
+
 namespace torchbeast {
 
 // Lets a signal such as Ctrl-C end a wait. If a thread has set its
 // `interrupt_check`, its waits call this function every kInterruptInterval,
 // with no lock held. An exception of the function ends the wait.
 inline thread_local void (*interrupt_check)() = nullptr;
+
+// When the thread's next call of interrupt_check is due. The thread keeps this
+// from one wait to the next: each of its waits may be shorter than the
+// interval.
+inline thread_local Clock::time_point interrupt_check_due;
 
 // Short for a person who presses Ctrl-C, and rare enough to cost no CPU time.
 inline constexpr std::chrono::milliseconds kInterruptInterval{100};
@@ -24,18 +31,18 @@ inline constexpr std::chrono::milliseconds kInterruptInterval{100};
 // of `changed` first, and holds the lock.
 inline void wait_interruptibly(
     std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-    std::optional<std::chrono::steady_clock::time_point> deadline =
-        std::nullopt) {
-  std::optional<std::chrono::steady_clock::time_point> until = deadline;
+    std::optional<Clock::time_point> deadline = std::nullopt) {
+  std::optional<Clock::time_point> until = deadline;
   if (interrupt_check) {
-    const auto next = std::chrono::steady_clock::now() + kInterruptInterval;
-    until = std::min(deadline.value_or(next), next);
+    until =
+        std::min(deadline.value_or(interrupt_check_due), interrupt_check_due);
   }
   if (!until) return changed.wait(lock);
-  if (changed.wait_until(lock, *until) == std::cv_status::no_timeout ||
-      !interrupt_check) {
-    return;
-  }
+  changed.wait_until(lock, *until);
+  if (!interrupt_check) return;
+  const auto now = Clock::now();
+  if (now < interrupt_check_due) return;
+  interrupt_check_due = now + kInterruptInterval;
   lock.unlock();
   try {
     interrupt_check();

@@ -46,10 +46,12 @@ std::vector<std::weak_ptr<ActorPool>>& pools() {
 
 bool was_forked = false;  // Guarded by the GIL.
 
-// Runs in a child process after os.fork(). The child has none of the pools'
-// threads, so it must not wait for them: it never stops or destroys the pools.
+// Runs in a child process after os.fork(). The child has none of the threads of
+// its parent's pools, so it must not wait for them: it never stops or destroys
+// these pools.
 void after_fork_in_child() {
   was_forked = true;
+  set_main_thread();
   static auto* const leaked = new std::vector<std::shared_ptr<ActorPool>>();
   for (const auto& weak : std::exchange(pools(), {})) {
     if (auto pool = weak.lock()) leaked->push_back(std::move(pool));
@@ -59,13 +61,14 @@ void after_fork_in_child() {
 // Runs at exit of the interpreter: ends all threads of the core that may call
 // Python. Queues and batchers stay open, as later exit handlers may use them.
 void end() {
-  if (was_forked) return;
   for (const auto& weak : std::exchange(pools(), {})) {
     if (const auto pool = weak.lock()) {
       call_without_gil([&pool] { pool->stop(); });
     }
   }
-  call_without_gil([] { end_allocations(); });
+  // In a forked child it would wait for calls that only the parent's threads
+  // could end.
+  if (!was_forked) call_without_gil([] { end_allocations(); });
 }
 
 // core.remote.tls.Credentials: the contents of ca.pem, cert.pem and key.pem.

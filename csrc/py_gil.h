@@ -21,6 +21,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -43,7 +44,9 @@ struct Interrupted {};
 // that Ctrl-C ends a wait in C++. Throws Interrupted.
 void check_signals();
 
-// Call once, with the GIL, before is_main_thread().
+// Remembers the main thread for is_main_thread(). Call it with the GIL, when
+// the module is imported, and again in a child process: there the thread that
+// has forked is the main thread.
 void set_main_thread();
 bool is_main_thread();
 
@@ -73,7 +76,10 @@ auto without_gil(const Work& work) {
 
   release_dropped();
   // A handler may also raise in a check after which work() returned normally.
-  if (interrupted || PyErr_Occurred()) throw pybind11::error_already_set();
+  if (PyErr_Occurred()) throw pybind11::error_already_set();
+  if (interrupted) {  // The main thread, which called `allocate` for this one.
+    throw std::runtime_error("a signal has interrupted the main thread");
+  }
   if (error) std::rethrow_exception(error);
   return std::move(*result);
 }

@@ -85,6 +85,12 @@ Allocations& allocations() {
   return *allocations;
 }
 
+// No Python exception: the code that catches it has no GIL.
+std::runtime_error failure(size_t nbytes, const std::exception& error) {
+  return std::runtime_error("allocate(" + std::to_string(nbytes) +
+                            ") failed: " + error.what());
+}
+
 }  // namespace
 
 std::shared_ptr<BufferPool> make_pool(const py::object& allocate) {
@@ -96,10 +102,15 @@ std::shared_ptr<BufferPool> make_pool(const py::object& allocate) {
     try {
       const py::handle allocate(static_cast<PyObject*>(function.get()));
       return to_block(allocate(nbytes), nbytes);
+    } catch (py::error_already_set& error) {
+      // A signal handler's, such as KeyboardInterrupt: without_gil() raises it.
+      if (is_main_thread() && !error.matches(PyExc_Exception)) {
+        error.restore();
+        throw Interrupted();
+      }
+      throw failure(nbytes, error);
     } catch (const std::exception& error) {
-      // Do not throw a Python exception: the code that catches it has no GIL.
-      throw std::runtime_error("allocate(" + std::to_string(nbytes) +
-                               ") failed: " + error.what());
+      throw failure(nbytes, error);
     }
   });
 }

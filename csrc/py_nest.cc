@@ -20,25 +20,19 @@ namespace py = pybind11;
 namespace torchbeast {
 namespace {
 
-constexpr std::array kDTypes = {
-    DType::kBool,   DType::kUInt8,   DType::kInt8,     DType::kUInt16,
-    DType::kInt16,  DType::kUInt32,  DType::kInt32,    DType::kUInt64,
-    DType::kInt64,  DType::kFloat16, DType::kBFloat16, DType::kFloat32,
-    DType::kFloat64};
-
 py::str interned(const char* text) {
   return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text));
 }
 
 // Python objects that conversions use again and again. Never destroyed.
 struct Handles {
-  // In the order of kDTypes. numpy has no bfloat16; int16 takes its place.
-  std::array<py::dtype, kDTypes.size()> numpy_dtypes;
+  // By DType. numpy has no bfloat16; int16 takes its place.
+  std::array<py::dtype, kNumDTypes> numpy_dtypes;
 
   // From torch; null if torch is not installed.
   py::object tensor_type;
   py::object from_numpy;
-  std::array<py::object, kDTypes.size()> torch_dtypes;
+  std::array<py::object, kNumDTypes> torch_dtypes;  // By DType.
 
   const py::str contiguous = interned("contiguous");
   const py::str data_ptr = interned("data_ptr");
@@ -50,20 +44,27 @@ struct Handles {
   const py::str shape = interned("shape");
 
   Handles() {
-    for (size_t i = 0; i < kDTypes.size(); ++i) {
-      const bool known = kDTypes[i] != DType::kBFloat16;
-      numpy_dtypes[i] =
-          py::dtype(std::string(known ? name(kDTypes[i]) : "int16"));
+    // Before pybind11 imports it: pybind11 would deadlock if a signal handler
+    // converted an array during that import.
+    py::module_::import("numpy");
+    for (size_t i = 0; i < kNumDTypes; ++i) {
+      const auto dtype = static_cast<DType>(i);
+      const bool known = dtype != DType::kBFloat16;
+      numpy_dtypes[i] = py::dtype(std::string(known ? name(dtype) : "int16"));
     }
     try {
       const py::module_ torch = py::module_::import("torch");
       tensor_type = torch.attr("Tensor");
       from_numpy = torch.attr("from_numpy");
-      for (size_t i = 0; i < kDTypes.size(); ++i) {
-        torch_dtypes[i] = torch.attr(std::string(name(kDTypes[i])).c_str());
+      for (size_t i = 0; i < kNumDTypes; ++i) {
+        const auto dtype = static_cast<DType>(i);
+        torch_dtypes[i] = torch.attr(std::string(name(dtype)).c_str());
       }
     } catch (py::error_already_set& error) {
       if (!error.matches(PyExc_ModuleNotFoundError)) throw;
+      // The missing module may be another one, which torch needs.
+      const py::object missing = error.value().attr("name");
+      if (!missing.equal(py::str("torch"))) throw;
     }
   }
 
@@ -72,11 +73,16 @@ struct Handles {
   }
 };
 
-// The first call imports numpy, and torch if torch is installed.
+// The first call imports numpy, and torch if torch is installed. Does not use
+// std::call_once, which would deadlock: a signal handler that runs during the
+// imports may call handles() in the same thread.
 const Handles& handles() {
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Handles> storage;
-  return storage.call_once_and_store_result([] { return Handles(); })
-      .get_stored();
+  static const Handles* shared = nullptr;  // Guarded by the GIL.
+  if (shared == nullptr) {
+    auto made = std::make_unique<const Handles>();
+    if (shared == nullptr) shared = made.release();
+  }
+  return *shared;
 }
 
 // The place of an object in its nest. For messages.
@@ -109,8 +115,8 @@ Array array_from_tensor(py::object tensor, const Place& place) {
   }
   const py::object dtype = tensor.attr(python.dtype);
   size_t i = 0;
-  while (i < kDTypes.size() && !python.torch_dtypes[i].is(dtype)) ++i;
-  if (i == kDTypes.size()) {
+  while (i < kNumDTypes && !python.torch_dtypes[i].is(dtype)) ++i;
+  if (i == kNumDTypes) {
     throw py::type_error(place.message() +
                          "expected booleans, integers or "
                          "floats, got " +
@@ -125,7 +131,7 @@ Array array_from_tensor(py::object tensor, const Place& place) {
   }
 
   Array array;
-  array.dtype = kDTypes[i];
+  array.dtype = static_cast<DType>(i);
   for (const py::handle axis : py::tuple(tensor.attr(python.shape))) {
     array.shape.push_back(py::cast<int64_t>(axis));
   }
@@ -139,13 +145,13 @@ Array array_from_ndarray(py::array ndarray, const Place& place) {
   const Handles& python = handles();
   const py::dtype dtype = ndarray.dtype();
   size_t i = 0;
-  while (i < kDTypes.size() &&
-         (kDTypes[i] == DType::kBFloat16 ||
+  while (i < kNumDTypes &&
+         (static_cast<DType>(i) == DType::kBFloat16 ||
           python.numpy_dtypes[i].kind() != dtype.kind() ||
           python.numpy_dtypes[i].itemsize() != dtype.itemsize())) {
     ++i;
   }
-  if (i == kDTypes.size()) {
+  if (i == kNumDTypes) {
     throw py::type_error(place.message() +
                          "expected booleans, integers or "
                          "floats, got " +
@@ -164,7 +170,7 @@ Array array_from_ndarray(py::array ndarray, const Place& place) {
   }
 
   Array array;
-  array.dtype = kDTypes[i];
+  array.dtype = static_cast<DType>(i);
   array.shape.assign(ndarray.shape(), ndarray.shape() + ndarray.ndim());
   array.data = static_cast<char*>(ndarray.mutable_data());
   array.owner = keep_alive(ndarray.ptr());
@@ -182,6 +188,7 @@ Array to_array(py::handle object, const Place& place) {
                        "expected a torch.Tensor or a numpy.ndarray, got " +
                        Py_TYPE(object.ptr())->tp_name);
 }
+
 // Returns the structure of a nest, and appends its leaves to `leaves`.
 Structure::Ptr read_nest(py::handle object, const Place& place,
                          std::vector<Array>* leaves) {

@@ -227,6 +227,7 @@ TEST(an_interrupted_consumer_hands_on_what_it_was_woken_for) {
   for (int round = 0; round < 5; ++round) {
     auto interrupted = background([&] {
       interrupt_check = [] { throw std::runtime_error("interrupted"); };
+      interrupt_check_due = Clock::now() + kInterruptInterval;
       try {
         while (queue.dequeue_many()) {
         }

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 
@@ -406,6 +407,83 @@ def test_signal_ends_describe(handler, background):
         sent.result(DEADLINE_S).close()
 
 
+def test_signal_ends_a_run_whose_waits_are_all_short(handler, background, tmp_path):
+    """The learner is the bottleneck: each of its batches ends a wait of the pool."""
+    address = f"unix:{tmp_path}/s"
+    server = env_server.Server(toys.Catch, address, num_envs=1, num_streams=4)
+    server.start()
+    running = background(server.run)
+    queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
+    batcher = DynamicBatcher()
+    pool = ActorPool(1, queue, batcher, [address] * 4, ())
+    interrupted, ended = threading.Event(), threading.Event()
+
+    def act():
+        for batch in batcher:
+            K = batch.get_inputs()[0][1].shape[1]
+            batch.set_outputs(((torch.zeros(1, K, dtype=torch.int64),), ()))
+
+    def learn():
+        for _ in queue:
+            ended.wait(1 / 30)
+
+    def raise_alarm(*_):
+        interrupted.set()
+        raise Alarm
+
+    def send():
+        try:
+            wait_until(lambda: queue.dequeued() > 10)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_until(interrupted.is_set)
+        finally:
+            pool.stop()
+
+    signal.signal(signal.SIGUSR1, raise_alarm)
+    threads = [background(function) for function in (act, learn, send)]
+    try:
+        with pytest.raises(Alarm):
+            pool.run()
+    finally:
+        ended.set()
+        batcher.close()
+        queue.close()
+        server.stop()
+        for thread in [*threads, running]:
+            thread.result(DEADLINE_S)
+
+
+def test_ctrl_c_inside_allocate_is_no_failure_of_allocate():
+    def allocate(nbytes):
+        signal.raise_signal(signal.SIGINT)
+        return bytearray(nbytes)
+
+    queue = BatchingQueue(batch_dim=0, minimum_batch_size=2, allocate=allocate)
+    for _ in range(2):
+        queue.enqueue(torch.ones(1))
+    with pytest.raises(KeyboardInterrupt):
+        next(queue)
+
+
+def test_ctrl_c_in_an_allocate_for_another_thread_is_raised_here(background):
+    """The thread that sets the outputs allocates the answer of `compute`."""
+    sizes = []
+
+    def allocate(nbytes):
+        sizes.append(nbytes)
+        if len(sizes) == 2:  # The first one is of the inputs.
+            signal.raise_signal(signal.SIGINT)
+        return bytearray(nbytes)
+
+    batcher = DynamicBatcher(allocate=allocate)
+    asked = background(batcher.compute, torch.ones(1, 1))
+    batch = next(batcher)
+    with pytest.raises(KeyboardInterrupt):
+        batch.set_outputs(batch.get_inputs())
+    with pytest.raises(RuntimeError, match="a signal has interrupted the main thread"):
+        asked.result(DEADLINE_S)
+
+
 # --- Whole processes ----------------------------------------------------------
 
 
@@ -477,6 +555,49 @@ except TypeError as error:
     print(error)
 """
     assert "got int" in run(script)
+
+
+@pytest.mark.parametrize("module", ["numpy.matrixlib", "torch"])
+def test_a_handler_may_convert_while_the_first_conversion_imports(module):
+    script = f"""
+import signal, sys
+import libtorchbeast
+handled = []
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r} and not handled:
+            handled.append(name)
+            signal.raise_signal(signal.SIGALRM)
+        if name == "torch":
+            raise ModuleNotFoundError("not installed", name=name)
+
+def convert(*_):
+    try:
+        libtorchbeast.BatchingQueue().enqueue(3)
+    except (AttributeError, TypeError) as error:  # Half of numpy may be missing.
+        print(error)
+
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGALRM, convert)
+convert()
+"""
+    in_handler, after = run(script).splitlines()
+    assert in_handler and "got int" in after
+
+
+def test_a_torch_that_cannot_be_imported_is_no_missing_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("import what_torch_needs")
+    script = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import numpy as np, libtorchbeast
+try:
+    libtorchbeast.BatchingQueue().enqueue(np.ones((1, 1)))
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert run(script) == "No module named 'what_torch_needs'\n"
 
 
 # Threads that block in every way when the end comes.
@@ -880,6 +1001,58 @@ def test_a_forked_child_of_a_process_with_a_live_pool_can_exit():
         command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
+
+
+def test_a_pool_made_in_a_forked_child_is_stopped_before_the_child_ends():
+    script = """
+import atexit
+atexit.register(lambda: child or print(pool.stats()["states"]))
+import os, sys
+sys.modules["torch"] = None
+import threading, libtorchbeast as lib
+child = os.fork()
+if child:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+address = "unix:/nowhere/x.sock"
+pool = lib.ActorPool(3, lib.BatchingQueue(), lib.DynamicBatcher(), [address], ())
+threading.Thread(target=pool.run, daemon=True).start()
+while not pool.take_events():
+    pass
+"""
+    assert run(script) == "['stopped']\n"
+
+
+def test_a_signal_ends_a_blocked_call_in_a_child_that_another_thread_forked():
+    script = f"""
+import os, signal, sys
+sys.modules["torch"] = None
+import threading, libtorchbeast as lib
+
+class Alarm(Exception):
+    pass
+
+def handle(*_):
+    raise Alarm
+
+signal.signal(signal.SIGALRM, handle)
+
+def fork():
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return
+    signal.alarm(1)
+    threading.Timer({DEADLINE_S / 4}, os._exit, [1]).start()
+    try:
+        next(lib.BatchingQueue())
+    except Alarm:
+        os._exit(7)
+
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+"""
+    assert run(script, "-W", "ignore") == "7\n"
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, math.nan])
