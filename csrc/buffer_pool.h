@@ -9,10 +9,12 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "array.h"
+#include "errors.h"
 
 namespace torchbeast {
 
@@ -51,8 +53,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
-  // Throws what `Allocate` throws, and std::invalid_argument for a shape with a
-  // negative axis or one that is too large.
+  // Throws what `Allocate` throws, but OutOfMemory for std::bad_alloc, and
+  // std::invalid_argument for a shape with a negative axis or one that is too
+  // large.
   Array allocate(DType dtype, Shape shape);
 
   // How many blocks `Allocate` has made so far.
@@ -144,9 +147,19 @@ inline Block allocate_from_heap(size_t nbytes) {
 }
 
 inline Array BufferPool::allocate(DType dtype, Shape shape) {
-  const size_t size_class = class_of(num_bytes(dtype, shape));
+  const size_t nbytes = num_bytes(dtype, shape);
+  const size_t size_class = class_of(nbytes);
   Block block = take(size_class);
-  if (block.data == nullptr) block = make(size_class);
+  if (block.data == nullptr) {
+    try {
+      block = make(size_class);
+    } catch (const std::bad_alloc&) {
+      throw OutOfMemory("no memory for an array " + describe(dtype, shape) +
+                        " of " + std::to_string(nbytes) +
+                        " bytes; choose a smaller batch size, unroll length, "
+                        "queue or number of environments");
+    }
+  }
   char* const data = block.data;
   std::shared_ptr<void> owner(
       data, Return{weak_from_this(), size_class, std::move(block)});

@@ -5,9 +5,20 @@
 
 #pragma once
 
+#include <new>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 namespace torchbeast {
+
+// There is no memory for an array.
+struct OutOfMemory : std::bad_alloc {
+  explicit OutOfMemory(std::string message) : text(std::move(message)) {}
+  const char* what() const noexcept override { return text.c_str(); }
+
+  std::string text;
+};
 
 // A queue or a batcher was closed before the call, or while the call waited.
 struct QueueClosed : std::runtime_error {

@@ -15,8 +15,10 @@
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
+#include <exception>
 #include <deque>
 #include <mutex>
+#include <string>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -266,8 +268,17 @@ class GrpcTransport final : public Transport {
     for (int i = 0; i < num_threads; ++i) {
       queues_.push_back(std::make_unique<grpc::CompletionQueue>());
     }
-    for (const auto& queue : queues_) {
-      threads_.emplace_back([queue = queue.get()] { serve(*queue); });
+    try {
+      for (const auto& queue : queues_) {
+        threads_.emplace_back([queue = queue.get()] { serve(*queue); });
+      }
+    } catch (const std::exception& error) {  // Of the system, or no memory.
+      const size_t number = threads_.size() + 1;
+      shutdown();
+      throw std::runtime_error(
+          "num_threads is " + std::to_string(num_threads) + ", but thread " +
+          std::to_string(number) + " cannot start: " + error.what() +
+          "; choose a smaller number, or allow more threads (ulimit -u)");
     }
   }
 

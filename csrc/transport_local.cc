@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -307,11 +308,17 @@ class Poller {
       throw std::runtime_error(error_text("cannot create a pipe", errno));
     }
     for (const int fd : wake_) set_nonblocking(fd);
-    thread_ = std::thread([this] { run(); });
+    try {
+      thread_ = std::thread([this] { run(); });
+    } catch (const std::exception& error) {  // Of the system, or no memory.
+      close_pipe();
+      throw std::runtime_error("cannot start a thread: " +
+                               std::string(error.what()));
+    }
   }
   ~Poller() {
     stop();
-    for (const int fd : wake_) ::close(fd);
+    close_pipe();
   }
 
   void add(std::shared_ptr<LocalStream> stream) {
@@ -342,6 +349,9 @@ class Poller {
   void run();
   bool adopt();
 
+  void close_pipe() {
+    for (const int fd : wake_) ::close(fd);
+  }
   std::array<int, 2> wake_ = {-1, -1};
   std::thread thread_;
   std::vector<std::shared_ptr<LocalStream>> streams_;  // Used by thread_ only.

@@ -76,6 +76,7 @@ class BatchingQueue:
         Raises:
           StopIteration: the queue is closed.
           ValueError: the nests do not fit together (without check_inputs).
+          MemoryError: there is no memory for the batch, whose size is named.
         """
     def close(self) -> None:
         """Drop what is queued and wake every waiter. Does not block.

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <vector>
 
@@ -136,6 +137,14 @@ TEST(a_failed_allocation_leaves_the_pool_usable) {
   CHECK_EQ(pool->num_allocated(), 0u);
   fail = false;
   CHECK(pool->allocate(DType::kUInt8, {8}).data != nullptr);
+}
+
+TEST(out_of_memory_names_the_array) {
+  auto pool =
+      BufferPool::create([](size_t) -> Block { throw std::bad_alloc(); });
+  CHECK_THROWS(std::bad_alloc,
+               "no memory for an array float32[5,3] of 60 bytes; choose",
+               pool->allocate(DType::kFloat32, {5, 3}));
 }
 
 TEST(impossible_shapes_are_refused) {

@@ -3,6 +3,7 @@
 #include "transport_local.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -10,6 +11,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <filesystem>
+#include <iterator>
 #include <mutex>
 #include <random>
 
@@ -384,6 +387,32 @@ TEST(other_addresses_go_to_the_other_transport) {
   scene.server.stop_listening();  // Its socket is still there.
   CHECK_THROWS(std::invalid_argument, "not local: " + path, scene.connect());
 }
+
+#ifdef __GLIBC__
+TEST(a_thread_that_cannot_start_is_an_error_and_leaves_nothing) {
+  Scene scene;
+  const auto num_files = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
+                         {});
+  };
+  const auto before = num_files();
+  pthread_attr_t usual, impossible;
+  CHECK_EQ(pthread_getattr_default_np(&usual), 0);
+  CHECK_EQ(pthread_attr_init(&impossible), 0);
+  CHECK_EQ(pthread_attr_setstacksize(&impossible, size_t{1} << 60), 0);
+  CHECK_EQ(pthread_setattr_default_np(&impossible), 0);
+  std::string error;
+  try {
+    scene.connect();
+  } catch (const std::runtime_error& caught) {
+    error = caught.what();
+  }
+  CHECK_EQ(pthread_setattr_default_np(&usual), 0);
+  CHECK(error.starts_with("cannot start a thread: "));
+  CHECK_EQ(num_files(), before);
+  scene.connect();  // Now it can.
+}
+#endif
 
 TEST(a_stream_that_was_never_started_leaves_nothing) {
   Scene scene;

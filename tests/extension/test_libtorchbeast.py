@@ -600,6 +600,51 @@ except ModuleNotFoundError as error:
     assert run(script) == "No module named 'what_torch_needs'\n"
 
 
+def test_a_batch_for_which_there_is_no_memory_says_how_large_it_is():
+    script = """
+import sys
+sys.modules["torch"] = None
+import resource, numpy as np, libtorchbeast
+queue = libtorchbeast.BatchingQueue(minimum_batch_size=2)
+array = np.zeros((1, 1, 10**9), np.uint8)
+queue.enqueue({"frame": array})
+queue.enqueue({"frame": array})
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 10**8, -1))
+try:
+    next(queue)
+except MemoryError as error:
+    print(error)
+"""
+    said = run(script)
+    assert said.startswith("no memory for an array uint8[1,2,1000000000] of 2000000000")
+    assert "batch size" in said
+
+
+def test_a_pool_whose_threads_cannot_all_start_is_an_error():
+    script = """
+import sys
+sys.modules["torch"] = None
+import resource, libtorchbeast as lib
+
+def make_pool(num_threads):
+    queue, batcher = lib.BatchingQueue(), lib.DynamicBatcher()
+    return lib.ActorPool(3, queue, batcher, ["a:1"], (), num_threads=num_threads)
+
+pool = make_pool(1)  # So gRPC has started its own threads.
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 10**8, -1))
+try:
+    make_pool(100)
+except RuntimeError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+make_pool(2).stop()
+"""
+    said = run(script)
+    assert "num_threads is 100" in said and "ulimit -u" in said
+
+
 # Threads that block in every way when the end comes.
 BLOCKED = """
 import sys
