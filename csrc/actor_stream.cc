@@ -218,9 +218,9 @@ void ActorStream::on_closed(const std::string& why, bool transient) {
   if (!life_->closing) {
     if (!transient) {
       count_failure_locked(why, false);
-    } else if (life_->welcomed || attempts_ == 1) {
+    } else if (life_->welcomed || std::exchange(last_reason_, why) != why) {
       run_.add_event_locked(describe_locked() + ": " + why);
-    }  // One message is enough for many attempts to reach a server.
+    }  // One message is enough for attempts that fail for the same reason.
     give_up_locked();
   }
   if (!has_owner_locked()) finish_close_locked();
@@ -262,6 +262,7 @@ void ActorStream::receive(Segments message) {
       ++life.next_seq;
       ++life.rollout.row;
       attempts_ = 0;
+      last_reason_.clear();
       steps_ += K;
       run_.received_ += K;
       run_.in_slabs_ += K;
@@ -552,6 +553,7 @@ void ActorStream::set_address_locked() {
                          address_.find("/dialed-") != std::string::npos;
   was_connected_ = false;
   attempts_ = 0;
+  last_reason_.clear();
   failures_ = 0;
   has_finished_ = false;
   steps_ = 0;

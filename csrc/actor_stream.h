@@ -159,6 +159,7 @@ class ActorStream final : public StreamEvents {
 
   uint64_t incarnations_ = 0;   // Connections that were welcomed.
   bool was_connected_ = false;  // Whether this server has ever welcomed it.
+  std::string last_reason_;     // Why the last one without a Welcome failed.
   int attempts_ = 0;            // Attempts to connect since the last step.
   int failures_ = 0;            // Failures since the last finished rollout.
   bool has_finished_ = false;   // Whether it has ever finished a rollout.

@@ -185,6 +185,44 @@ TEST(a_server_that_is_away_is_tried_again_and_noted_once) {
   CHECK_EQ(rig.pool->stats().failures, 0);
 }
 
+TEST(each_new_reason_why_a_server_takes_no_stream_is_noted_once) {
+  Rig rig;
+  rig.start();
+  // The first one is noted again after another one, and after a step.
+  for (const char* reason : {"refused", "busy", "busy", "refused"}) {
+    rig.network->accept()->close(reason);
+  }
+  Player player(rig.network->accept());
+  player.greet();
+  play(rig, player, 2);
+  player.connection->close("lost");
+  for (const char* reason : {"refused", "refused"}) {
+    rig.network->accept()->close(reason);
+  }
+  wait_until([&] { return rig.network->num_dialled() == 1; });
+  std::vector<std::string> reasons;
+  for (const std::string& event : rig.pool->take_events()) {
+    reasons.push_back(event.substr(event.rfind(' ') + 1));
+  }
+  CHECK((reasons == std::vector<std::string>{"refused", "busy", "refused",
+                                             "lost", "refused"}));
+}
+
+TEST(a_stream_with_another_address_notes_the_reason_of_its_new_server) {
+  Rig rig;
+  rig.start();
+  rig.network->accept()->close("refused");
+  const auto again = rig.network->accept();
+  CHECK_EQ(rig.pool->take_events().size(), 1u);
+  rig.pool->set_addresses({"b"});
+  again->wait_closed();
+  rig.network->accept()->close("refused");
+  wait_until([&] { return rig.network->num_dialled() == 1; });
+  const auto events = rig.pool->take_events();
+  CHECK_EQ(events.size(), 1u);
+  CHECK(events[0].starts_with("b (stream 0"));
+}
+
 TEST(no_stream_comes_again_at_once_while_all_are_turned_away) {
   RigOptions options;
   options.addresses = {"a", "b"};
