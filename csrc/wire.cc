@@ -327,24 +327,11 @@ Welcome decode_welcome(const Segments& message, Piece body) {
       case 1:
         welcome.protocol = read_uint32(reader, tag, "protocol");
         break;
-      case 2:
-        welcome.version = read_text(reader, tag, "version");
-        break;
-      case 3:
-        Reader::expect(kBytes, tag);
-        welcome.incarnation_id = reader.string();
-        break;
       case 4:
         welcome.env = read_text(reader, tag, "env");
         break;
       case 5:
         welcome.num_envs = read_uint32(reader, tag, "num_envs");
-        break;
-      case 6:
-        welcome.num_streams = read_uint32(reader, tag, "num_streams");
-        break;
-      case 7:
-        welcome.frames_per_step = read_uint32(reader, tag, "frames_per_step");
         break;
       case 10:
         add_array(message, reader, tag, welcome.step_arrays);
@@ -355,7 +342,7 @@ Welcome decode_welcome(const Segments& message, Piece body) {
       case 12:
         add_option(message, reader, tag, welcome.options);
         break;
-      default:  // Python reads the spaces, for the model.
+      default:
         reader.skip(tag.type);
     }
   }

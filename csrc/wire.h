@@ -75,14 +75,11 @@ struct ValueRange {
   std::vector<int64_t> high;
 };
 
+// What the pool needs of a Welcome. Python reads the rest.
 struct Welcome {
   uint32_t protocol = 0;
-  std::string version;
-  std::string incarnation_id;
   std::string env;
   uint32_t num_envs = 0;
-  uint32_t num_streams = 0;
-  uint32_t frames_per_step = 0;
   std::vector<ArraySpec> step_arrays;
   std::vector<ArraySpec> action_arrays;
   // Options of the environments: name and encoded value.

@@ -55,7 +55,7 @@ class Server(services.EnvServerServicer):
     def Describe(self, hello, context):
         zero, one = struct.pack("<f", 0), struct.pack("<f", 1)
         welcome = pb.Welcome(protocol=1, env="Echo", num_envs=K, num_streams=1)
-        welcome.incarnation_id, welcome.frames_per_step = random.randbytes(16), 1
+        welcome.frames_per_step = 1
         welcome.observation.box.MergeFrom(
             pb.Box(dtype="float32", shape=[2], low=zero, high=one)
         )

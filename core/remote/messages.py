@@ -88,7 +88,6 @@ class Option:
 class Welcome:
     protocol: int = field(1, "uint32", 0)
     version: str = field(2, "string", "")
-    incarnation_id: bytes = field(3, "bytes", b"")
     env: str = field(4, "string", "")
     num_envs: int = field(5, "uint32", 0)
     num_streams: int = field(6, "uint32", 0)

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
@@ -167,7 +166,6 @@ class Service:
         return messages.Welcome(
             protocol=messages.PROTOCOL,
             version=version(),
-            incarnation_id=secrets.token_bytes(16),
             env=self.name,
             num_envs=self.num_envs,
             num_streams=self._options.num_streams,

@@ -147,6 +147,7 @@ struct WelcomeOptions {
   std::vector<std::string> options = {option("frame_skip", 4)};
 };
 
+// Has fields that wire.cc skips: 2, 6 and 7, and 3, which older servers send.
 inline std::string welcome(const WelcomeOptions& options) {
   std::string out = number(1, options.protocol) + bytes(2, "0.0") +
                     bytes(3, std::string(16, 'i')) + bytes(4, options.env) +

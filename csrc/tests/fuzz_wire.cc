@@ -25,11 +25,8 @@ namespace {
 
 // The contents of a message as text, to compare.
 std::string text_of(const wire::Welcome& welcome) {
-  std::string text = welcome.version + "|" + welcome.incarnation_id + "|" +
-                     welcome.env + "|" + std::to_string(welcome.protocol) +
-                     "|" + std::to_string(welcome.num_envs) + "|" +
-                     std::to_string(welcome.num_streams) + "|" +
-                     std::to_string(welcome.frames_per_step);
+  std::string text = welcome.env + "|" + std::to_string(welcome.protocol) +
+                     "|" + std::to_string(welcome.num_envs);
   for (const auto* specs : {&welcome.step_arrays, &welcome.action_arrays}) {
     for (const wire::ArraySpec& spec : *specs) {
       text += "|" + wire::describe(spec) + std::to_string(spec.nbytes);

@@ -118,7 +118,6 @@ welcomes = st.builds(
     Welcome,
     protocol=SCALARS["uint32"],
     version=SCALARS["string"],
-    incarnation_id=SCALARS["bytes"],
     env=printable,
     num_envs=st.integers(1, 2**32 - 1),
     num_streams=st.integers(1, 2**32 - 1),
@@ -232,7 +231,6 @@ def test_equal_bounds_travel_as_one_number():
 WELCOME = Welcome(
     protocol=1,
     version="0.1",
-    incarnation_id=bytes(16),
     env="Toy",
     num_envs=3,
     num_streams=1,
