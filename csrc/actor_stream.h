@@ -9,7 +9,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "actor_pool.h"
@@ -159,8 +158,8 @@ class ActorStream final : public StreamEvents {
 
   uint64_t incarnations_ = 0;   // Connections that were welcomed.
   bool was_connected_ = false;  // Whether this server has ever welcomed it.
-  std::string last_reason_;     // Why the last one without a Welcome failed.
   int attempts_ = 0;            // Attempts to connect since the last step.
+  std::string last_reason_;     // Why the last one without a Welcome failed.
   int failures_ = 0;            // Failures since the last finished rollout.
   bool has_finished_ = false;   // Whether it has ever finished a rollout.
   int64_t steps_ = 0;

@@ -96,7 +96,7 @@ class BatchingQueue {
   }
 
   void fail(std::exception_ptr why) {
-    const auto dropped = queue_.fail(std::move(why));
+    const auto dropped = queue_.close(std::move(why));
     changed_.call();
   }
 

@@ -121,7 +121,6 @@ class Batch {
   Batch& operator=(const Batch&) = delete;
 
   const Nest& inputs() const { return inputs_; }
-  int64_t size() const { return rows_; }  // Rows.
   void set_outputs(Nest outputs);
 
  private:
@@ -178,7 +177,9 @@ class DynamicBatcher {
   void compute_async(Nest inputs, Done done);
   std::shared_ptr<Batch> get_batch();
   void close() { close_with(queue_.close()); }
-  void fail(std::exception_ptr why) { close_with(queue_.fail(std::move(why))); }
+  void fail(std::exception_ptr why) {
+    close_with(queue_.close(std::move(why)));
+  }
 
   bool is_closed() const { return queue_.is_closed(); }
   int64_t size() const { return queue_.size(); }  // Rows queued.
@@ -199,7 +200,6 @@ class DynamicBatcher {
   }
 
   const BatcherOptions& options() const { return options_; }
-  const std::shared_ptr<BufferPool>& buffers() const { return buffers_; }
 
  private:
   static std::exception_ptr closed_error() {

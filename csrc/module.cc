@@ -185,8 +185,6 @@ py::dict to_python(const PoolStats& stats) {
   result["dequeued"] = stats.dequeued;
   result["discarded"] = stats.discarded;
   result["in_flight"] = stats.in_flight;
-  result["waiting_for_room"] = stats.waiting_for_room;
-  result["slabs_open"] = stats.slabs_open;
   result["batch_fill"] = stats.batch_fill;
   result["env_s"] = stats.env_s;
   result["states"] = states;

@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "clock.h"
 #include "errors.h"
 #include "interrupt.h"
 #include "nest.h"
@@ -38,17 +39,14 @@ struct QueueOptions {
 //   take   waits for a batch, as BatchingQueue::dequeue_many does. Returns no
 //          items after close().
 //   close  wakes every waiter and returns the queued items. A second call
-//          throws std::runtime_error.
-//   fail   closes the queue if it is open. From then on size() throws `why`,
-//          and close() does nothing.
+//          throws std::runtime_error. With `why`, closes the queue if it is
+//          open; from then on size() throws `why`, and close() does nothing.
 // The destructor closes the queue and waits until all waiters have left. No
 // item is destroyed with the lock held: its memory may belong to Python
 // objects, and to release these needs the GIL.
 template <typename Payload>
 class RowQueue {
  public:
-  using Clock = std::chrono::steady_clock;
-
   struct Item {
     Nest nest;
     int64_t rows = 0;
@@ -72,8 +70,7 @@ class RowQueue {
   // after close().
   void push(Nest nest, Payload payload, bool wait);
   Items take();
-  Items close();
-  Items fail(std::exception_ptr why);
+  Items close(std::exception_ptr why = nullptr);
 
   // Counts rows as dropped that take() has returned and nobody has received.
   void count_as_dropped(int64_t rows) {
@@ -124,8 +121,6 @@ class RowQueue {
     return items_.front().arrived + timeout_;
   }
 
-  Items close_with(std::exception_ptr why);
-
   void wait_locked(std::unique_lock<std::mutex>& lock,
                    std::condition_variable& changed,
                    std::optional<Clock::time_point> deadline = std::nullopt) {
@@ -154,7 +149,7 @@ class RowQueue {
   int64_t num_waiting_ = 0;       // Guarded by mu_. Threads in wait_locked.
   Counts counts_;                 // Guarded by mu_.
   bool closed_ = false;           // Guarded by mu_.
-  std::exception_ptr failure_;    // Guarded by mu_. The argument of fail().
+  std::exception_ptr failure_;    // Guarded by mu_. The argument of close().
 };
 
 namespace internal {
@@ -277,17 +272,7 @@ auto RowQueue<Payload>::take() -> Items {
 }
 
 template <typename Payload>
-auto RowQueue<Payload>::close() -> Items {
-  return close_with(nullptr);
-}
-
-template <typename Payload>
-auto RowQueue<Payload>::fail(std::exception_ptr why) -> Items {
-  return close_with(std::move(why));
-}
-
-template <typename Payload>
-auto RowQueue<Payload>::close_with(std::exception_ptr why) -> Items {
+auto RowQueue<Payload>::close(std::exception_ptr why) -> Items {
   Items dropped;
   {
     std::lock_guard lock(mu_);

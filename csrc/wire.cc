@@ -2,15 +2,15 @@
 
 #include "wire.h"
 
-#include <algorithm>
 #include <array>
 #include <bit>
 #include <charconv>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <map>
 #include <numeric>
+#include <optional>
+#include <stdexcept>
 #include <utility>
 
 #include "text.h"
@@ -71,18 +71,14 @@ Key decode_key(const Segments& message, Piece body) {
   return key;
 }
 
-// The size of one environment's array in bytes. Checks for overflow, because
-// the shape comes from the network.
+// The size of one environment's array in bytes.
 size_t checked_nbytes(const ArraySpec& spec) {
-  int64_t nbytes = static_cast<int64_t>(itemsize(spec.dtype));
-  bool empty = false;
-  for (const int64_t axis : spec.shape) {
-    empty = empty || axis == 0;
-    if (__builtin_mul_overflow(nbytes, std::max<int64_t>(axis, 1), &nbytes)) {
-      throw DecodeError("array " + path_name(spec) + " is too large");
-    }
+  try {
+    return num_bytes(spec.dtype, spec.shape);
+  } catch (const std::invalid_argument& error) {
+    throw DecodeError("array " + path_name(spec) +
+                      " is too large: " + error.what());
   }
-  return empty ? 0 : static_cast<size_t>(nbytes);
 }
 
 void add_axis(ArraySpec& spec, uint64_t axis) {

@@ -290,16 +290,19 @@ class ActorPool:
     def count(self) -> int:
         """Return the agent steps received so far."""
     def stats(self) -> dict[str, Any]:
-        """Return what happened so far; all but the states and times are counts.
+        """Return statistics of the pool.
 
-        Steps are agent steps, and received == dequeued + discarded + in_flight. What
-        is dequeued is the learner's, who knows what becomes of it.
+        Steps are agent steps. At any moment
+        received == dequeued + discarded + in_flight.
 
-          connected, connects, reconnects: streams now, ever, ever again.
-          failures: those that count towards max_failures, ever.
-          received, dequeued, discarded, in_flight: steps.
-          waiting_for_room: streams that wait for the learner.
-          slabs_open: learner batches being filled.
+          connected: streams that are connected now.
+          connects: connections so far.
+          reconnects: connections so far but the first one of each stream.
+          failures: failures so far that count towards max_failures.
+          received: steps that servers have sent.
+          dequeued: steps that learner_queue has handed out.
+          discarded: steps of rollouts that were cut short or dropped.
+          in_flight: steps of rollouts under way or queued.
           batch_fill: mean number of environments in an inference batch so far.
           env_s: the sum of env_s over all addresses, also those that have left.
           states: what each of max_streams streams is doing.
