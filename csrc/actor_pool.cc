@@ -40,10 +40,14 @@ PoolOptions checked(PoolOptions options) {
   require(options.num_envs >= 1, "num_envs is " +
                                      std::to_string(options.num_envs) +
                                      ", expected at least 1");
-  require(!options.welcome || options.welcome->num_envs == options.num_envs,
-          "welcome is of a server with another number of environments per "
-          "stream than num_envs (" +
-              std::to_string(options.num_envs) + ")");
+  if (options.welcome) {
+    const int64_t num_envs = options.welcome->num_envs;
+    require(num_envs == options.num_envs,
+            "welcome is of a server with another number of environments per "
+            "stream (" +
+                std::to_string(num_envs) + ") than num_envs (" +
+                std::to_string(options.num_envs) + ")");
+  }
   require(options.learner_queue != nullptr, "learner_queue is missing");
   require(options.inference_batcher != nullptr, "inference_batcher is missing");
   for (const auto& [what, batch_dim] :
@@ -61,7 +65,8 @@ PoolOptions checked(PoolOptions options) {
               " env server addresses, but max_streams is " +
               std::to_string(options.max_streams));
   require(options.inference_keys.empty() || options.named_rows,
-          "inference_keys needs named_rows");
+          "inference_keys needs named_rows: without it rows are tuples, which "
+          "have no keys; pass named_rows=True");
   require(options.max_failures >= 1, "max_failures is " +
                                          std::to_string(options.max_failures) +
                                          ", expected at least 1");

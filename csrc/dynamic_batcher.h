@@ -129,7 +129,10 @@ class Batch {
 
   // Whether computes wait for the outputs. Throws if outputs have been set.
   bool is_awaited_locked() const {
-    if (!entry_) throw std::runtime_error("set_outputs called twice");
+    if (!entry_) {
+      throw std::runtime_error(
+          "set_outputs called twice: this batch has been answered");
+    }
     return !in_flight_->closed;
   }
 
@@ -234,7 +237,10 @@ inline Nest Outputs::copy(BufferPool& buffers) const {
 inline void Batch::check(const Nest& outputs) const {
   const int64_t batch_dim = options_.batch_dim;
   if (outputs.leaves.empty()) {
-    throw std::invalid_argument("Cannot set empty vector of arrays as outputs");
+    throw std::invalid_argument(
+        "Cannot set empty nest " + describe(*outputs.structure) +
+        " as outputs: expected at least one array, with " +
+        std::to_string(rows_) + " rows along " + axis_name(batch_dim));
   }
   for (size_t i = 0; i < outputs.leaves.size(); ++i) {
     check_rank(outputs, i, batch_dim);

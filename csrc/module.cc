@@ -87,17 +87,18 @@ using PyValueRange =
 
 wire::ValueRange to_value_range(const PyValueRange& range) {
   const auto& [path, low, high] = range;
-  if (low.empty() || low.size() != high.size()) {
-    throw std::invalid_argument("value_ranges has " +
-                                std::to_string(low.size()) + " least and " +
-                                std::to_string(high.size()) +
-                                " greatest values, expected as many of both");
-  }
   wire::ValueRange result{{}, low, high};
   for (const auto& key : path) {
     const auto* index = std::get_if<uint32_t>(&key);
     result.path.push_back(index ? wire::Key{true, "", *index}
                                 : wire::Key{false, std::get<1>(key), 0});
+  }
+  if (low.empty() || low.size() != high.size()) {
+    throw std::invalid_argument(
+        "value_ranges has " + std::to_string(low.size()) + " least and " +
+        std::to_string(high.size()) + " greatest values for " +
+        wire::path_name({.path = result.path}) +
+        ", expected as many of both, and at least one");
   }
   return result;
 }
@@ -388,10 +389,10 @@ PYBIND11_MODULE(_C, m) {
   py::module_::import("atexit").attr("register")(py::cpp_function(&end));
   py::module_::import("os").attr("register_at_fork")(
       py::arg("after_in_child") = py::cpp_function(&after_fork_in_child));
-  m.def("describe", &describe_server, py::arg("address"),
-        py::kw_only(),  // Blocks.
-        py::arg("info_keys") = py::tuple(), py::arg("run_id") = "",
-        py::arg("timeout_s") = 10.0, py::arg("tls") = py::none(),
+  m.def("describe", &describe_server,  // Blocks.
+        py::arg("address"), py::kw_only(), py::arg("info_keys") = py::tuple(),
+        py::arg("run_id") = "", py::arg("timeout_s") = 10.0,
+        py::arg("tls") = py::none(),
         "Return the Welcome of the server at this address, as bytes. Blocks.");
   for (const py::handle name : py::list(m.attr("__dict__").attr("keys")())) {
     const py::object value = m.attr(name);

@@ -47,7 +47,11 @@ PoolRun::PoolRun(PoolOptions options, std::unique_ptr<Transport> transport)
 void PoolRun::run() {
   {
     std::lock_guard lock(mu_);
-    if (called_) throw std::runtime_error("ActorPool.run() was called twice");
+    if (called_) {
+      throw std::runtime_error(
+          "ActorPool.run() was called twice; make a new ActorPool to play "
+          "again");
+    }
     called_ = true;
     if (stopping_) return;
     running_ = true;

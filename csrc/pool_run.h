@@ -74,7 +74,8 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
 
   const PoolOptions options_;
   const SpecOptions spec_options_;
-  // For the agent's answers. Not the learner queue's, which may need the GIL.
+  // For the agent's answers and initial states. Not the learner queue's, which
+  // may need the GIL.
   const std::shared_ptr<BufferPool> buffers_ = BufferPool::create();
   const std::unique_ptr<Transport> transport_;
   // One for each of max_streams. The vector never changes.

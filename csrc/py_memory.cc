@@ -23,9 +23,12 @@ Block to_block(py::object memory, size_t nbytes) {
   constexpr uintptr_t kAlignment =
       16;  // That of malloc; enough for every dtype.
   if (!is_tensor(memory)) {
+    const py::object got = memory;
     memory = py::module_::import("numpy").attr("frombuffer")(memory, "uint8");
     if (!py::cast<py::array>(memory).writeable()) {
-      throw std::invalid_argument("expected memory to write to");
+      throw std::invalid_argument(
+          std::string("expected memory to write to, got a read-only ") +
+          Py_TYPE(got.ptr())->tp_name + "; return a bytearray or a tensor");
     }
   }
   const Array array = to_array(memory);

@@ -47,7 +47,8 @@ struct StateLeaf {
             size_t to_width) const;
 };
 
-// The environments' part of a rollout, made from the first Welcome.
+// The environments' part of a rollout, made from PoolOptions::welcome or the
+// first Welcome.
 struct EnvSpec {
   std::string address;  // Of the server that sent the Welcome; for messages.
   wire::Welcome welcome;

@@ -277,7 +277,9 @@ auto RowQueue<Payload>::close(std::exception_ptr why) -> Items {
   {
     std::lock_guard lock(mu_);
     if (closed_ && (why || failure_)) return {};
-    if (closed_) throw std::runtime_error("Queue was closed already");
+    if (closed_) {
+      throw std::runtime_error("Queue was closed already; call close() once");
+    }
     closed_ = true;
     failure_ = std::move(why);
     counts_.dropped += rows_;

@@ -46,7 +46,9 @@ inline void check_rank(const Nest& nest, size_t leaf, int64_t batch_dim) {
 inline int64_t count_rows(const Nest& nest, int64_t batch_dim, bool check_all) {
   assert(nest.structure && nest.structure->num_leaves == nest.leaves.size());
   if (nest.leaves.empty()) {
-    throw std::invalid_argument("Cannot enqueue empty vector of arrays");
+    throw std::invalid_argument("Cannot enqueue empty nest " +
+                                describe(*nest.structure) +
+                                ": expected at least one array");
   }
   for (size_t i = 0; i < nest.leaves.size(); ++i) {
     check_rank(nest, i, batch_dim);

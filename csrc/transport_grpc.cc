@@ -14,11 +14,11 @@
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
-#include <exception>
 #include <deque>
+#include <exception>
 #include <mutex>
-#include <string>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -471,7 +471,8 @@ void check_address(const std::string& address) {
                       port.find_first_not_of("0123456789") == std::string::npos;
   if (colon == 0 || !digits || std::stoi(port) < 1 || std::stoi(port) > 65535) {
     throw std::invalid_argument("The address " + address +
-                                " is neither unix:PATH nor HOST:PORT");
+                                " is neither unix:PATH nor HOST:PORT with a "
+                                "port of 1 to 65535");
   }
 }
 

@@ -62,7 +62,8 @@ std::optional<std::string> stream_path(const std::string& address) {
 }
 
 // One connection. The thread of its Poller reads and calls StreamEvents; any
-// thread sends. Only the Poller's thread closes the socket.
+// thread sends. Only the Poller's thread closes the socket, or the destructor
+// if the stream was never started.
 class LocalStream {
  public:
   LocalStream(std::string path, StreamEvents* events, size_t max_message_bytes)
@@ -348,10 +349,10 @@ class Poller {
  private:
   void run();
   bool adopt();
-
   void close_pipe() {
     for (const int fd : wake_) ::close(fd);
   }
+
   std::array<int, 2> wake_ = {-1, -1};
   std::thread thread_;
   std::vector<std::shared_ptr<LocalStream>> streams_;  // Used by thread_ only.
@@ -368,8 +369,9 @@ void Poller::run() {
     fds.assign(1, {wake_[0], POLLIN, 0});
     for (const auto& stream : streams_) fds.push_back(stream->wants());
     if (::poll(fds.data(), fds.size(), -1) < 0) {
-      if (errno != EINTR)
+      if (errno != EINTR) {
         std::this_thread::sleep_for(kPollAgain);  // No memory.
+      }
       continue;
     }
     if (fds[0].revents) {

@@ -64,8 +64,8 @@ class BatchingQueue:
           ClosedBatchingQueue: it is closed, or was closed meanwhile.
           TypeError: a leaf is no array, or its dtype is not among those named in
             `libtorchbeast`.
-          ValueError: a leaf has too few dimensions or too many rows, or does not fit
-            the others (check_inputs); it is named.
+          ValueError: the nest has no array; or a leaf, which is named, has no rows, too
+            many rows or too few dimensions, or does not fit the others (check_inputs).
         """
     def __iter__(self) -> BatchingQueue: ...
     def __next__(self) -> Any:
@@ -86,18 +86,18 @@ class BatchingQueue:
         """
     def is_closed(self) -> bool: ...
     def size(self) -> int:
-        """Return the rows queued.
+        """Return the number of rows queued.
 
         Raises:
           ActorError and others: an ActorPool without named_rows closed it when its
             `run` failed, for the same reason.
         """
     def dropped(self) -> int:
-        """Return the rows that were put in and that nobody will see."""
+        """Return the number of rows that were put in and that nobody will see."""
     def dequeued(self) -> int:
-        """Return the rows handed out so far."""
+        """Return the number of rows handed out so far."""
     def num_waiting(self) -> int:
-        """Return the threads that wait in `enqueue` or for a batch."""
+        """Return the number of threads that wait in `enqueue` or for a batch."""
 
 @final
 class DynamicBatcher:
@@ -145,18 +145,18 @@ class DynamicBatcher:
         """
     def is_closed(self) -> bool: ...
     def size(self) -> int:
-        """Return the rows queued.
+        """Return the number of rows queued.
 
         Raises:
           ActorError and others: an ActorPool without named_rows closed it when its
             `run` failed, for the same reason.
         """
     def num_batches(self) -> int:
-        """Return the batches handed out so far."""
+        """Return the number of batches handed out so far."""
     def num_rows(self) -> int:
-        """Return the rows handed out so far."""
+        """Return the number of rows handed out so far."""
     def num_waiting(self) -> int:
-        """Return the threads that wait in `compute` or for a batch."""
+        """Return the number of threads that wait in `compute` or for a batch."""
 
 @final
 class Batch:
@@ -255,9 +255,9 @@ class ActorPool:
 
         A server that goes away costs its rollouts under way, and is returned to.
 
-        Should this fail, and named_rows is off, it closes learner_queue and
-        inference_batcher: loops over them end, and their size() raises the same error.
-        So ends a learner of TorchBeast, whose main loop looks at nothing else.
+        If run() fails and named_rows is off, it closes learner_queue and
+        inference_batcher: loops over them end, and their size() raises the same error,
+        because the main loop of a TorchBeast learner of 2019 only asks for sizes.
 
         Raises:
           ServerMismatch: a server's protocol, environment or number of environments
@@ -288,7 +288,7 @@ class ActorPool:
           ValueError: an address is neither "unix:/path" nor "host:port".
         """
     def count(self) -> int:
-        """Return the agent steps received so far."""
+        """Return the number of agent steps received so far."""
     def stats(self) -> dict[str, Any]:
         """Return statistics of the pool.
 

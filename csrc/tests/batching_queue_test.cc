@@ -211,7 +211,7 @@ TEST(bad_items_are_refused_by_name) {
   using Error = std::invalid_argument;
   const auto frame = counting({1, 2, 5}, 0);
   const auto reward = counting({1, 2}, 0);
-  CHECK_THROWS(Error, "Cannot enqueue empty vector of arrays",
+  CHECK_THROWS(Error, "Cannot enqueue empty nest (): expected at least one",
                queue.enqueue({Structure::tuple({}), {}}));
   CHECK_THROWS(Error,
                "The array is int64[2]: expected more than batch_dim (1) "

@@ -148,8 +148,7 @@ TEST(a_pool_may_know_the_welcome_of_its_servers) {
   Checker(3).check(*rig.queue->dequeue_many());
   options.num_envs = 2;
   CHECK_THROWS(std::invalid_argument,
-               "another number of environments per stream than num_envs (2)",
-               Rig{options});
+               "environments per stream (3) than num_envs (2)", Rig{options});
 }
 
 TEST(messages_are_no_larger_than_the_welcome_says) {

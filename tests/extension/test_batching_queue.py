@@ -321,7 +321,7 @@ def test_allocate_may_return_any_writable_buffer(make):
     "make, message",
     [
         (lambda n: bytearray(n - 1), r"allocate\(\d+\) failed: .*bytes, got"),
-        (bytes, r"allocate\(\d+\) failed: .*memory to write to"),
+        (bytes, r"allocate\(\d+\) failed: .*write to, got a read-only bytes;"),
         (lambda n: None, r"allocate\(\d+\) failed: .*bytes-like"),
         (lambda n: memoryview(bytearray(n + 1))[1:], "aligned"),
         (lambda n: {}["no"], r"allocate\(\d+\) failed: KeyError"),

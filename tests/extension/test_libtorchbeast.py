@@ -854,6 +854,10 @@ def test_pool_refuses_arguments_without_sense():
         ActorPool(3, queue, batcher, ["no address"], ())
     with pytest.raises(ValueError, match="welcome is malformed"):
         ActorPool(3, queue, batcher, [NO_SERVER], (), welcome=b"x")
+    bad_range = (("observation", "direction", 0), [0], [3, 4])
+    text = r"1 least and 2 greatest values for observation\.direction\[0\]"
+    with pytest.raises(ValueError, match=text):
+        ActorPool(3, queue, batcher, [NO_SERVER], (), value_ranges=[bad_range])
     with pytest.raises(ValueError, match="max_streams is 1"):
         ActorPool(3, queue, batcher, [NO_SERVER] * 2, (), max_streams=1)
 
