@@ -30,9 +30,13 @@ from tools.nemesis.programs import wait_for as wait_until
 with contextlib.suppress(ModuleNotFoundError):  # .venv-classic has none.
     import hypothesis
 
-    # No deadline: a busy machine is slow. The same examples in each run.
+    # No limits of time: a busy machine is slow. The same examples in each run.
     hypothesis.settings.register_profile(
-        "tests", deadline=None, derandomize=True, database=None
+        "tests",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("tests")
 
