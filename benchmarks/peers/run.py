@@ -253,9 +253,10 @@ def main() -> None:
             measured[name].append(run())
             print(f"{name}: {measured[name][-1]['sps']:.0f}", file=sys.stderr)
         print(f"repeat {repeat + 1} of {own.repeats} done", file=sys.stderr)
+        # After each round, so that a failure in a later one loses none.
+        write_figures(own.out, work=own.work, measured=measured)
     print(f"{own.work}, {num_cores()} cores, medians of {own.repeats}")
     print_table(measured)
-    write_figures(own.out, work=own.work, measured=measured)
 
 
 if __name__ == "__main__":
