@@ -30,7 +30,6 @@ from core.nests import Nest, leaves
 from core.rollout import leaf_spaces, text_of, wrong_bounds
 
 ACTION_MASK = "action_mask"  # Key of a Dict observation.
-MAX_ONE_HOT = 2**20  # Values of a Discrete part of an observation.
 MAX_CATEGORIES = 2**24  # A `sample` is float32, which has all integers up to here.
 
 
@@ -43,19 +42,11 @@ def check_spaces(observation_space: gym.Space, action_space: gym.Space) -> None:
     check_actions(action_space)
     check_mask(observation_space, action_space)
     rest, _ = split_mask(observation_space)
-    parts = list(leaves(leaf_spaces(rest), "observation"))
-    if not parts:
+    if not list(leaves(leaf_spaces(rest))):
         raise ConfigError(
             f"the observation space is {observation_space}, which has no parts: there "
             "is nothing to observe. Wrap the environment so that it shows something."
         )
-    for name, part in parts:
-        if (size := max(category_sizes(part), default=0)) > MAX_ONE_HOT:
-            raise ConfigError(
-                f"'{name}' is {text_of(part)}, which has {size:,} values, too many for "
-                "a one-hot vector. Wrap the environment so that it shows a "
-                "MultiDiscrete of digits, or numbers in a Box."
-            )
 
 
 def check_actions(space: gym.Space) -> None:

@@ -102,6 +102,9 @@ std::shared_ptr<BufferPool> make_pool(const py::object& allocate) {
   return BufferPool::create([function](size_t nbytes) {
     const Allocations::Guard guard(&allocations());
     const py::gil_scoped_acquire gil;
+    // A signal handler has raised in this work before: no Python may run until
+    // without_gil() raises its error.
+    if (PyErr_Occurred()) throw Interrupted();
     try {
       const py::handle allocate(static_cast<PyObject*>(function.get()));
       return to_block(allocate(nbytes), nbytes);

@@ -66,19 +66,9 @@ def test_a_mask_is_split_off_and_what_is_left_is_seen_alone():
     assert split_mask(picture) == (picture, None)
 
 
-@pytest.mark.parametrize(
-    "space, words",
-    [
-        (spaces.Dict(), "no parts: there is nothing to observe"),
-        (
-            spaces.Dict(seat=spaces.Discrete(10**9)),
-            "'observation/seat' is Discrete.* 1,000,000,000 values, too many",
-        ),
-    ],
-)
-def test_what_no_network_can_observe_is_refused(space, words):
-    with pytest.raises(ConfigError, match=words):
-        check_spaces(space, spaces.Discrete(3))
+def test_an_observation_without_parts_is_refused():
+    with pytest.raises(ConfigError, match="no parts: there is nothing to observe"):
+        check_spaces(spaces.Dict(), spaces.Discrete(3))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def open_run(
             actors.append(create_actor(i, clocks[:1]))  # They take turns with it.
             stack.enter_context(contextlib.closing(actors[-1].envs))
         if is_alone:
-            run.extra_state = lambda: actors_state(actors)
+            number = first_incarnation(run)
+            run.extra_state = lambda: actors_state(actors, number)
         if run.found is not None and not (is_alone and _goes_on_exactly(run.found)):
             log.warning(
                 "The checkpoint holds no actors for --serial (there were several "
@@ -111,16 +112,23 @@ def _goes_on_exactly(found: Checkpoint) -> bool:
 def first_incarnation(run: Run) -> int:
     """Return the number that seeds the actors' environments, with the actors' numbers.
 
-    One learner resumes its actors, so their number stays 0. With several learners the
-    actors start again and play other games.
+    A run that goes on exactly keeps its number. Environments that start again get a new
+    one, so that they play other games.
     """
-    return 0 if ranks.size() == 1 else run.first_incarnation
+    found = run.found
+    if ranks.size() > 1 or (found is not None and not _goes_on_exactly(found)):
+        return run.first_incarnation
+    return 0 if found is None else found.state.get("first_incarnation", 0)
 
 
 def actors_state(
-    actors: Sequence[Actor],
+    actors: Sequence[Actor], number: int
 ) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """Return the actors' state for a checkpoint: (for JSON, groups of tensors)."""
+    """Return the actors' state for a checkpoint: (for JSON, groups of tensors).
+
+    Args:
+      number: from `first_incarnation`.
+    """
     tensors = {}
     for i, actor in enumerate(actors):
         for name, array in leaves(actor.last_row):
@@ -131,7 +139,7 @@ def actors_state(
         {"started": a.started, "envs": a.envs.state() if a.started else None}
         for a in actors
     ]
-    return {"actors": states}, {"actors": tensors}
+    return {"actors": states, "first_incarnation": number}, {"actors": tensors}
 
 
 def restore_actors(
@@ -152,7 +160,9 @@ def restore_actors(
             raise ConfigError(
                 f"--{key} is {getattr(flags, key)} but run {flags.xpid} was trained "
                 f"with {trained[key]}; --serial resumes only with the same value. "
-                f"Choose another --xpid, or leave --{key} as it was."
+                f"Choose another --xpid, or give --seed {trained.get('seed')} "
+                f"--num_actors {trained.get('num_actors')} --envs_per_actor "
+                f"{trained.get('envs_per_actor')} and the other flags as they were."
             )
     saved = found.state["actors"]
     tensors = found.tensors["actors"]

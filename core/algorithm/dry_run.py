@@ -57,8 +57,9 @@ def dry_run(
         result = net(rows, state)
         for name, x, version in versions:
             if x._version != version:  # MonoBeast's actors give it the rollout itself.
-                where = f"forward changes its input {name!r} in place:"
-                raise _error(where, "a new tensor (x = x / 2)", "x /= 2 or the like")
+                where = f"forward has an operation in place on its input {name!r}:"
+                needed = "a new tensor (x = x / 2, x.unsqueeze(1))"
+                raise _error(where, needed, "x /= 2, x.unsqueeze_(1) or the like")
         if not isinstance(result, tuple) or len(result) != 2:
             raise _error("forward", "a tuple (outputs, core_state)", result)
         got, after = result

@@ -211,12 +211,19 @@ class MLPTorso(nn.Module):
     def __init__(self, space: gym.Space):
         super().__init__()
         self.space = space
+        size = gym.spaces.flatdim(space)
+        if size * self.num_features > MAX_WEIGHTS:
+            raise ConfigError(
+                f"the MLP would have {size * self.num_features:,} weights in its first "
+                f"layer for {text_of(space)}. Wrap the environment so that it shows "
+                "less: in place of a Discrete a MultiDiscrete of digits, or numbers in "
+                "a Box."
+            )
         offset, scale = torch.from_numpy(flat_ranges(space))
         self.is_scaled = bool(offset.any() or (scale != 1).any())
         # Integers: in a torso of bfloat16 they stay exact.
         self.register_buffer("offset", offset, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
-        size = gym.spaces.flatdim(space)
         self.layers = nn.Sequential(
             orthogonal(nn.Linear(size, self.num_features)),
             self.activation(),

@@ -10,12 +10,11 @@ import os
 import sys
 from importlib import metadata
 
-from core.errors import ConfigError
-
 if importlib.util.find_spec("grpc") is None:
-    raise ConfigError(
+    raise ModuleNotFoundError(
         f"No module named 'grpc' in {sys.executable}, but environment servers need it: "
-        "pip install grpcio"
+        "pip install grpcio",
+        name="grpc",
     )
 
 # gRPC's support for fork stops its threads before each fork and starts them again after

@@ -273,7 +273,7 @@ def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) ->
     if has_remote_servers(flags):
         check_server_addresses(parser, flags)
         return
-    if flags.insecure:
+    if flags.insecure and flags.mode == "train":
         parser.error(
             "--insecure is set but is for --server_addresses and --listen, and this "
             "program starts its own servers. Leave it out."

@@ -332,10 +332,11 @@ def serve_one(
     try:
         server = create_server(flags, address, progress)
         address = server.start()
-    except ConfigError as error:
-        pipe.send_bytes(f"config {error}".encode())
-        sys.exit(Exit.CONFIG)
-    except BaseException:
+    except BaseException as error:
+        lacks_grpc = isinstance(error, ModuleNotFoundError) and error.name == "grpc"
+        if lacks_grpc or isinstance(error, ConfigError):
+            pipe.send_bytes(f"config {error}".encode())
+            sys.exit(Exit.CONFIG)
         text = f"failed {traceback.format_exc().strip()}"
         pipe.send_bytes(text.encode(errors="backslashreplace"))
         raise

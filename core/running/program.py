@@ -40,9 +40,10 @@ def run_program(
             faulthandler.enable(terminal.urgent_fd())
             if flags.mode == "train":
                 return int(train_together(train, flags))
-            return int(test(flags))
-        except KeyboardInterrupt:  # In a test mode, whose environments are closed now.
-            return 128 + signal.SIGINT
+            try:
+                return int(test(flags))
+            except KeyboardInterrupt:  # Its environments are closed now.
+                return 128 + signal.SIGINT
         except LearnerLost as error:
             return say(error, error.status)
         except UsageError as error:

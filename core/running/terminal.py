@@ -336,7 +336,7 @@ class Lines:
             end, newline, chunk = chunk.partition(b"\n")
             self._leave_out(end + newline)
             self._is_in_line = not newline
-            if self._is_in_line:
+            if not chunk:  # Nothing to show yet. The last line may be in the tail.
                 return
         if self._left_out:
             yield self._tell_left_out()

@@ -108,8 +108,7 @@ class Unit:
         if not HAS_GUARD:
             return guard
         if self._pid is None:
-            # The oldest child: other processes become the guard's children later.
-            self._pid = next(_children_of(guard), None)
+            self._pid = _worker_of(guard)
         return self._pid
 
     @property
@@ -285,6 +284,21 @@ def _kill_rest(guard: int, mark: str) -> None:
         if f"{MARK}={mark}".encode() in environ:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _worker_of(guard: int) -> int | None:
+    """Return the worker of a guard, or None before the guard has forked it.
+
+    The worker is the oldest child in the guard's process group. Before the guard makes
+    this group, its imports may start other processes. Later, other processes become its
+    children.
+    """
+    with contextlib.suppress(ProcessLookupError):  # It has ended.
+        if os.getpgid(guard) == guard:  # Costs less than to look for children.
+            for pid in _children_of(guard):
+                if os.getpgid(pid) == guard:
+                    return pid
+    return None
 
 
 def _children_of(pid: int) -> Iterator[int]:

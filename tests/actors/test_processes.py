@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`core.actors.processes`: deaths of actors, and rollouts that arithmetic can check."""
 
+import itertools
 import multiprocessing.forkserver
 import os
 import random
@@ -264,9 +265,9 @@ def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch, caplog):
             return actors.stats()["buffers_full"] == pool.flags.num_buffers
 
         wait_until(all_full)
-        pids, later = actors.pids(), time.monotonic() + 1e6
+        pids, later = actors.pids(), itertools.count(int(time.monotonic()) + 10**6)
         with monkeypatch.context() as patch:  # Whatever joins needs the real one.
-            patch.setattr(processes.time, "monotonic", lambda: later)
+            patch.setattr(processes.time, "monotonic", later.__next__)
             actors._check_progress(actors.slots[0], 0.0)
         assert actors.pids() == pids and "hangs" not in caplog.text
 

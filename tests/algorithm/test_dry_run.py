@@ -156,7 +156,7 @@ WRONG = {
     GrowsItsState: "core_state[0] .* expected float32[1,1,13], got float32[1,1,26]",
     BatchFirstState: "initial_state(3)[0] expected a tensor [layers, 3, ...], got "
     "float32[3,1,5]",
-    ScalesInPlace: "changes its input 'observation' in place: expected a new tensor",
+    ScalesInPlace: "in place on its input 'observation': expected a new tensor",
     ListState: "initial_state expected a tuple of tensors, or () for no state, got a "
     "list",
 }

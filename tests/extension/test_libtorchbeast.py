@@ -465,8 +465,9 @@ def test_ctrl_c_inside_allocate_is_no_failure_of_allocate():
         next(queue)
 
 
-def test_ctrl_c_in_an_allocate_for_another_thread_is_raised_here(background):
-    """The thread that sets the outputs allocates the answer of `compute`."""
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_ctrl_c_in_an_allocate_for_other_threads_is_raised_here(background, num_calls):
+    """The thread that sets the outputs allocates the answer of each `compute`."""
     sizes = []
 
     def allocate(nbytes):
@@ -475,13 +476,14 @@ def test_ctrl_c_in_an_allocate_for_another_thread_is_raised_here(background):
             signal.raise_signal(signal.SIGINT)
         return bytearray(nbytes)
 
-    batcher = DynamicBatcher(allocate=allocate)
-    asked = background(batcher.compute, torch.ones(1, 1))
+    batcher = DynamicBatcher(minimum_batch_size=num_calls, allocate=allocate)
+    calls = [background(batcher.compute, torch.ones(1, 1)) for _ in range(num_calls)]
     batch = next(batcher)
     with pytest.raises(KeyboardInterrupt):
         batch.set_outputs(batch.get_inputs())
-    with pytest.raises(RuntimeError, match="a signal has interrupted the main thread"):
-        asked.result(DEADLINE_S)
+    for call in calls:
+        with pytest.raises(RuntimeError, match="has interrupted the main thread"):
+            call.result(DEADLINE_S)
 
 
 # --- Whole processes ----------------------------------------------------------

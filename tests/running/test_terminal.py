@@ -231,6 +231,10 @@ def test_more_than_anybody_reads_is_left_out_and_counted_but_the_last_line(monke
     for chunk in b"too much\nand", b" too", b" long\n":
         assert list(lines.feed(chunk)) == []
     assert list(lines.end()) == ["[22 bytes of output left out]", "and too long"]
+    monkeypatch.setattr(terminal, "BYTES_PER_S", 1e12)  # 10 at a time.
+    for chunk in b"too much\nwhy", b" it\n":
+        assert list(lines.feed(chunk)) == []
+    assert list(lines.end()) == ["[16 bytes of output left out]", "why it"]
 
 
 def test_no_part_of_a_line_is_shown_after_output_was_left_out(monkeypatch):

@@ -432,7 +432,8 @@ def test_convolutions_refuse_what_is_no_picture_and_name_what_fits(
     with pytest.raises(ConfigError) as caught:
         make_net(space, model=model)
     pixels = "at least 5 pixels" if model == "small" else "at least 36 pixels"
-    for part in (f"--model {model} needs", pixels, str(space), f"Use --model {remedy}"):
+    shown = " ".join(str(space).split())
+    for part in (f"--model {model} needs", pixels, shown, f"Use --model {remedy}"):
         assert part in str(caught.value)
 
 
@@ -440,6 +441,12 @@ def test_pictures_that_make_a_layer_too_large_are_refused():
     space = gym.spaces.Box(0, 255, (1080, 1920, 3), np.uint8)
     with pytest.raises(ConfigError, match=r"would have 1,\d+,\d+,\d+ weights.*Resize"):
         make_net(space, model="shallow")
+
+
+def test_a_one_hot_that_makes_a_layer_too_large_is_refused():
+    space = gym.spaces.Dict(seat=gym.spaces.Discrete(10**9))
+    with pytest.raises(ConfigError, match=r"256,000,000,000 weights.*of digits"):
+        make_net(space)
 
 
 @pytest.mark.parametrize(

@@ -411,12 +411,16 @@ def test_a_serial_run_goes_on_after_an_error_in_the_middle_of_a_rollout(
     flags = [*SERIAL, "--env", "tests.fault_env:make_failing_once", "--xpid", "x"]
     flags += ["--total_steps", 10 * BATCH]
     env = {"FAILED": str(tmp_path / "failed")}
+    run_dir = tmp_path / "runs" / "x"
     program = start(*flags, env=env)
     assert program.wait() == 70, program.text()
-    assert load(tmp_path / "runs" / "x").step > 0
+    assert load(run_dir).step > 0
+    seeds = json.loads((run_dir / "meta.json").read_text())["first_env_seeds"]
     program = start(*flags, env=env)
     assert program.wait() == 0, program.text()
     assert "The checkpoint holds no actors for --serial" in program.text()
+    again = json.loads((run_dir / "meta.json").read_text())["first_env_seeds"]
+    assert not {*seeds} & {*again}  # Other games, which may have no error.
 
 
 @pytest.mark.parametrize("flags", [SERIAL, ASYNC], ids=["serial", "async"])
