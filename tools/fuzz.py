@@ -91,9 +91,7 @@ class Welcome:
         arrays = (messages.Array(("observation", 0), "float32", (2, 5)),)
         self.seeds = [
             codec.encode(
-                messages.Welcome(
-                    1, "0.1", bytes(16), "Toy", 3, 1, 4, space, space, arrays, arrays
-                )
+                messages.Welcome(1, "0.1", "Toy", 3, 1, 4, space, space, arrays, arrays)
             )
             for space in (box, several)
         ]
