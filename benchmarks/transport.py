@@ -250,19 +250,7 @@ def learn(
     }
     num_streams = streams * len(addresses.split(","))
     warm_up_steps = WARM_UP_ROLLOUTS * T * max(num_streams * K, B)
-    deadline = time.monotonic() + START_S
-    while True:
-        connected, steps = actors.stats()["connected"], actors.count()
-        if connected == num_streams and steps >= warm_up_steps:
-            break
-        raise_failures(threads)
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"not warmed up within {START_S:g} s: {connected} of {num_streams} "
-                f"streams are connected, {steps} of {warm_up_steps} steps done"
-            )
-        time.sleep(0.01)
-    time.sleep(WARM_UP_S)
+    warm_up(actors, threads, num_streams, warm_up_steps)
     print("begin", flush=True)
     steps, wall, cpu = actors.count(), time.perf_counter(), time.process_time()
     time.sleep(seconds)
@@ -277,6 +265,30 @@ def learn(
     queue.close()
     for thread in threads.values():
         thread.result()
+
+
+def warm_up(
+    actors: Any, threads: dict[str, futures.Future], num_streams: int, num_steps: int
+) -> None:
+    """Wait until all streams are connected and have done some steps.
+
+    Raises:
+      TimeoutError: this has taken longer than START_S.
+      Exception: the error of a thread.
+    """
+    deadline = time.monotonic() + START_S
+    while True:
+        connected, steps = actors.stats()["connected"], actors.count()
+        if connected == num_streams and steps >= num_steps:
+            break
+        raise_failures(threads)
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"not warmed up within {START_S:g} s: {connected} of {num_streams} "
+                f"streams are connected, {steps} of {num_steps} steps done"
+            )
+        time.sleep(0.01)
+    time.sleep(WARM_UP_S)
 
 
 @contextlib.contextmanager

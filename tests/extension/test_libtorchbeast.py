@@ -732,6 +732,16 @@ thread.start()
     assert run(script) == "[[]]\n"
 
 
+# A pool that tries to reach its server.
+RUN_POOL = """
+address = "unix:/nowhere/x.sock"
+pool = lib.ActorPool(3, lib.BatchingQueue(), lib.DynamicBatcher(), [address], ())
+threading.Thread(target=pool.run, daemon=True).start()
+while not pool.take_events():
+    pass
+"""
+
+
 def test_pools_are_stopped_before_the_interpreter_ends():
     script = """
 import atexit
@@ -739,13 +749,8 @@ atexit.register(lambda: print(pool.stats()["states"]))  # After libtorchbeast's 
 import sys
 sys.modules["torch"] = None
 import threading, libtorchbeast as lib
-address = "unix:/nowhere/x.sock"
-pool = lib.ActorPool(3, lib.BatchingQueue(), lib.DynamicBatcher(), [address], ())
-threading.Thread(target=pool.run, daemon=True).start()
-while not pool.take_events():
-    pass
 """
-    assert run(script) == "['stopped']\n"
+    assert run(script + RUN_POOL) == "['stopped']\n"
 
 
 @pytest.mark.parametrize("attempt", range(10))
@@ -1064,13 +1069,8 @@ import threading, libtorchbeast as lib
 child = os.fork()
 if child:
     os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-address = "unix:/nowhere/x.sock"
-pool = lib.ActorPool(3, lib.BatchingQueue(), lib.DynamicBatcher(), [address], ())
-threading.Thread(target=pool.run, daemon=True).start()
-while not pool.take_events():
-    pass
 """
-    assert run(script) == "['stopped']\n"
+    assert run(script + RUN_POOL) == "['stopped']\n"
 
 
 def test_a_signal_ends_a_blocked_call_in_a_child_that_another_thread_forked():
