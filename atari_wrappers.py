@@ -88,31 +88,6 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **changes}
 
 
-def describe(
-    *,
-    noop_max: int,
-    fire_reset: bool,
-    episodic_life: bool,
-    frame_skip: int,
-    sticky_actions: float,
-    full_action_space: bool,
-    max_frames: int,
-) -> str:
-    """Describe these options of `make_atari` in one line."""
-    parts = [
-        f"no-ops <={noop_max}" if noop_max else "no no-ops",
-        "fire reset" if fire_reset else "no fire reset",
-        f"{'life loss' if episodic_life else 'only game over'} ends an episode",
-        f"skip {frame_skip} with max of the last 2" if frame_skip > 1 else "no skip",
-        "84x84 grey",
-        "stack 4",
-        "all 18 actions" if full_action_space else "the game's own actions",
-        f"sticky {sticky_actions}",
-        f"time limit {max_frames} frames",
-    ]
-    return ", ".join(parts)
-
-
 def is_atari(env_id: str) -> bool:
     """Say whether `--env env_id` is a game that `make_atari` can make."""
     spec = gym.registry.get(env_id.removeprefix("gym:").removeprefix("ale_py:"))

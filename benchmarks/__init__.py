@@ -7,7 +7,6 @@
     peers/          other systems on the same work                  docs/speed.md
     environments    our Atari wrappers beside EnvPool               docs/speed.md
     transport       a step's way from environment to learner        csrc/, core/remote
-    learner_bound   whether a slow learner ever waits               results/speed
     learners        several learners: sum of gradients, scaling     docs/scale.md
     recovery        time until learners go on after a kill          docs/scale.md
     churn           servers that come and go                        docs/scale.md

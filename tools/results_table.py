@@ -99,8 +99,11 @@ def protocol(env: str, flags: dict[str, Any]) -> str:
         f"discount {flags['discounting']}",
     ]
     if atari_wrappers.is_atari(env):
-        options = atari_wrappers.options_of(flags)
-        points.append(atari_wrappers.describe(**options))
+        name = flags.get("atari_protocol") or "impala"
+        points.append(f"Atari protocol {name}")
+        for option, value in atari_wrappers.options_of(flags).items():
+            if value != atari_wrappers.PROTOCOLS[name][option]:
+                points.append(f"{option} {value}")
     elif env.startswith("MinAtar/"):
         points.append("sticky actions 0.1 (MinAtar's own)")
     return "; ".join(points)

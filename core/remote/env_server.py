@@ -31,7 +31,7 @@ from core.remote.addresses import (
     server_addresses,
 )
 from core.remote.grpc_settings import grpc, server_options
-from core.remote.health import Health
+from core.remote.health import health_handler
 from core.remote.local_streams import LocalStreams
 from core.remote.messages import Hello
 from core.remote.places import Places
@@ -72,7 +72,6 @@ class Server:
         if self._progress is None:
             self._progress = np.zeros((2 * self._options.num_streams, 2))
         self.places = Places(self._options.num_streams, self._progress)
-        self.health = Health()
         self._stops: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._server: grpc.Server | None = None
         self._local: LocalStreams | None = None
@@ -111,7 +110,7 @@ class Server:
             "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
         }
         service = grpc.method_handlers_generic_handler("torchbeast.EnvServer", handlers)
-        self._server.add_generic_rpc_handlers((service, self.health.handler()))
+        self._server.add_generic_rpc_handlers((service, health_handler()))
         self._listen(credentials, max_received_nbytes)
         _serving.add(self)
         return self.address
@@ -151,7 +150,6 @@ class Server:
             self.start()
         assert self._server is not None
         self.places.goodbye = self._stops.get()
-        self.health.stop_serving()
         # Streams in a step finish the step and say goodbye. Streams that wait for an
         # action end after GRACE_S.
         stopped = self._server.stop(GRACE_S)

@@ -525,19 +525,6 @@ def test_observations_can_be_kept_and_written_into():
 # --------------------------------------------------------------- Options and videos
 
 
-def test_the_description_names_every_point_of_the_protocol():
-    assert atari_wrappers.describe(**atari_wrappers.PROTOCOLS["impala"]) == (
-        "no-ops <=30, fire reset, life loss ends an episode, skip 4 with max of the "
-        "last 2, 84x84 grey, stack 4, the game's own actions, sticky 0.0, time limit "
-        "108000 frames"
-    )
-    assert atari_wrappers.describe(**atari_wrappers.PROTOCOLS["machado"]) == (
-        "no no-ops, no fire reset, only game over ends an episode, skip 4 with max of "
-        "the last 2, 84x84 grey, stack 4, all 18 actions, sticky 0.25, time limit "
-        "108000 frames"
-    )
-
-
 def test_the_defaults_of_make_atari_are_the_impala_protocol():
     defaults = atari_wrappers.wrap.__kwdefaults__ | make_atari.__kwdefaults__
     for point, value in atari_wrappers.PROTOCOLS["impala"].items():

@@ -3,7 +3,6 @@
 
 import collections
 import gc
-import threading
 import weakref
 
 import numpy as np
@@ -84,45 +83,6 @@ def test_lists_and_tuples_match():
     assert second[0].tolist() == [2, 4]
 
 
-def test_items_of_several_rows_stay_whole():
-    queue = BatchingQueue(minimum_batch_size=3, maximum_batch_size=4)
-    for rows in (2, 3, 1):
-        queue.enqueue(item(rows, rows))
-    assert queue.size() == 6
-    assert next(queue)[0].tolist() == [2, 2]  # 2 + 3 would be too much.
-    assert next(queue)[0].tolist() == [3, 3, 3, 1]
-    assert queue.size() == 0
-    assert queue.dequeued() == 6
-
-
-@pytest.mark.parametrize("timeout_ms", [0, 1])
-def test_timeout_hands_out_a_smaller_batch(timeout_ms):
-    queue = BatchingQueue(minimum_batch_size=2, timeout_ms=timeout_ms)
-    queue.enqueue(item(7))
-    assert torch.equal(next(queue), item(7))
-
-
-def test_next_waits_for_the_minimum(background):
-    queue = BatchingQueue(minimum_batch_size=2)
-    batch = background(next, queue)
-    wait_until(lambda: queue.num_waiting() == 1)
-    queue.enqueue(item(1))
-    assert not batch.done()
-    queue.enqueue(item(2))
-    assert batch.result(DEADLINE_S)[0].tolist() == [1, 2]
-
-
-def test_full_queue_makes_enqueue_wait(background):
-    queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
-    queue.enqueue(item(1))
-    enqueued = background(queue.enqueue, item(2))
-    wait_until(lambda: queue.num_waiting() == 1)
-    assert queue.size() == 1
-    assert next(queue)[0].tolist() == [1]
-    enqueued.result(DEADLINE_S)
-    assert next(queue)[0].tolist() == [2]
-
-
 def test_close_ends_every_loop_over_the_queue(background):
     queue = BatchingQueue()
     loops = [background(list, queue) for _ in range(3)]
@@ -130,16 +90,6 @@ def test_close_ends_every_loop_over_the_queue(background):
     queue.close()
     assert [loop.result(DEADLINE_S) for loop in loops] == [[], [], []]
     assert queue.is_closed()
-
-
-def test_close_wakes_a_blocked_enqueue(background):
-    queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
-    queue.enqueue(item(1))
-    enqueued = background(queue.enqueue, item(2))
-    wait_until(lambda: queue.num_waiting() == 1)
-    queue.close()
-    with pytest.raises(ClosedBatchingQueue):
-        enqueued.result(DEADLINE_S)
 
 
 def test_closed_queue_takes_and_gives_nothing():
@@ -230,62 +180,6 @@ def test_batch_outlives_its_queue():
     del queue
     gc.collect()
     assert batch[0].tolist() == [1, 2]
-
-
-def test_memory_is_used_again_when_a_batch_is_gone():
-    queue = BatchingQueue(minimum_batch_size=2, maximum_batch_size=2)
-
-    def next_address() -> int:
-        queue.enqueue(item(1))
-        queue.enqueue(item(2))
-        return next(queue).data_ptr()
-
-    assert len({next_address() for _ in range(10)}) == 1
-
-
-def test_held_batches_have_memory_of_their_own():
-    queue = BatchingQueue(minimum_batch_size=2, maximum_batch_size=2)
-    for value in range(20):
-        queue.enqueue(item(value))
-    batches = [next(queue) for _ in range(10)]
-    assert [batch[0].tolist() for batch in batches] == [
-        [2 * i, 2 * i + 1] for i in range(10)
-    ]
-
-
-def test_every_item_arrives_once_and_in_the_order_of_its_producer(background):
-    producers, consumers, items = 4, 3, 200
-    queue = BatchingQueue(
-        minimum_batch_size=2, maximum_batch_size=7, timeout_ms=5, maximum_queue_size=16
-    )
-
-    def produce(producer: int) -> None:
-        for sequence in range(items):
-            queue.enqueue(torch.tensor([[[producer, sequence]]]))
-
-    lock = threading.Lock()
-    received = []
-
-    def consume() -> list[list[int]]:
-        mine = []
-        for batch in queue:
-            assert 1 <= batch.shape[1] <= 7
-            mine.append(batch[0].tolist())
-            with lock:
-                received.extend(batch[0].tolist())
-        return mine
-
-    consuming = [background(consume) for _ in range(consumers)]
-    for future in [background(produce, i) for i in range(producers)]:
-        future.result(DEADLINE_S)
-    wait_until(lambda: len(received) == producers * items)
-    queue.close()
-    assert sorted(received) == [[p, s] for p in range(producers) for s in range(items)]
-    for future in consuming:
-        rows = [row for batch in future.result(DEADLINE_S) for row in batch]
-        for producer in range(producers):
-            sequence = [s for p, s in rows if p == producer]
-            assert sequence == sorted(sequence)
 
 
 def test_allocate_makes_the_memory_of_batches_and_is_called_a_few_times_only():

@@ -79,29 +79,6 @@ def test_outputs_may_be_another_nest_than_the_inputs(batcher, background):
         assert answer.right["sum"].tolist() == [[0.5]]
 
 
-def test_batches_may_be_answered_in_any_order(batcher, background):
-    answers = ask_in_order(batcher, background, 1, 2)
-    first = next(batcher)
-    answers += ask_in_order(batcher, background, 3, 4)
-    second = next(batcher)
-    second.set_outputs(-second.get_inputs())
-    assert [a.result(DEADLINE_S).item() for a in answers[2:]] == [-3, -4]
-    assert not any(answer.done() for answer in answers[:2])
-    first.set_outputs(-first.get_inputs())
-    assert [a.result(DEADLINE_S).item() for a in answers[:2]] == [-1, -2]
-
-
-def test_compute_may_ask_for_several_rows(background):
-    batcher = DynamicBatcher(minimum_batch_size=5, timeout_ms=None)
-    answers = [
-        background(batcher.compute, torch.full((1, rows), rows)) for rows in (2, 3)
-    ]
-    batch = next(batcher)
-    batch.set_outputs(batch.get_inputs())
-    assert [a.result(DEADLINE_S).tolist() for a in answers] == [[[2, 2]], [[3, 3, 3]]]
-    assert (batcher.num_batches(), batcher.num_rows()) == (1, 5)
-
-
 def test_dropped_batch_raises_in_each_of_its_computes_only(batcher, background):
     answers = ask_in_order(batcher, background, 1, 2)
     next(batcher)  # And nobody holds it.
@@ -149,21 +126,6 @@ def test_bad_outputs_may_be_set_again(batcher, background, bad, error, message):
     assert [a.result(DEADLINE_S).item() for a in answers] == [1, 2]
 
 
-def test_unchecked_outputs_may_have_more_rows(background):
-    batcher = DynamicBatcher(timeout_ms=1, check_outputs=False)
-    answer = background(batcher.compute, row(3))
-    next(batcher).set_outputs(torch.tensor([[7, 0, 0]]))
-    assert answer.result(DEADLINE_S).tolist() == [[7]]
-
-
-def test_outputs_are_set_once(batcher, background):
-    ask_in_order(batcher, background, 1, 2)
-    batch = next(batcher)
-    batch.set_outputs(batch.get_inputs())
-    with pytest.raises(RuntimeError, match="set_outputs called twice"):
-        batch.set_outputs(batch.get_inputs())
-
-
 def test_bad_inputs_are_refused_and_harm_nobody(batcher, background):
     answers = ask_in_order(batcher, background, 1)
     for bad, error in [((), ValueError), (torch.zeros(1), ValueError), (1, TypeError)]:
@@ -191,22 +153,6 @@ def test_close_wakes_every_compute_and_ends_every_loop(batcher, background):
         batcher.close()
 
 
-def test_close_ends_waiting_loops(batcher, background):
-    loops = [background(list, batcher) for _ in range(3)]
-    wait_until(lambda: batcher.num_waiting() == 3)
-    batcher.close()
-    assert [loop.result(DEADLINE_S) for loop in loops] == [[], [], []]
-
-
-def test_answers_are_in_memory_of_their_own(batcher, background):
-    answers = ask_in_order(batcher, background, 1, 2)
-    batch = next(batcher)
-    outputs = batch.get_inputs().clone()
-    batch.set_outputs(outputs)
-    outputs.zero_()
-    assert [a.result(DEADLINE_S).item() for a in answers] == [1, 2]
-
-
 def test_batcher_lets_go_of_tensors_that_were_dealt_with(background):
     batcher = DynamicBatcher(timeout_ms=1)
     outputs = row(7)
@@ -230,33 +176,6 @@ def test_batch_outlives_its_batcher(background):
     gc.collect()
     assert batch.get_inputs().item() == 7
     batch.set_outputs(row(1))
-
-
-def test_everybody_gets_the_answer_to_their_own_question(background):
-    callers, servers, questions = 8, 3, 200
-    batcher = DynamicBatcher(maximum_batch_size=5, timeout_ms=1)
-
-    def serve() -> int:
-        largest = 0
-        for batch in batcher:
-            asked = batch.get_inputs()["question"]
-            largest = max(largest, asked.shape[1])
-            batch.set_outputs((asked * 2 + 1,))
-        return largest
-
-    def ask(caller: int) -> None:
-        for i in range(questions):
-            rows = 1 + i % 2
-            question = torch.arange(rows).reshape(1, rows) + 1000 * caller + 2 * i
-            (answer,) = batcher.compute({"question": question})
-            assert torch.equal(answer, question * 2 + 1)
-
-    serving = [background(serve) for _ in range(servers)]
-    for asking in [background(ask, caller) for caller in range(callers)]:
-        asking.result(DEADLINE_S)
-    batcher.close()
-    assert max(future.result(DEADLINE_S) for future in serving) <= 5
-    assert batcher.num_rows() == callers * questions * 3 // 2
 
 
 def test_allocate_is_called_a_few_times_only(background):

@@ -645,60 +645,29 @@ def test_a_run_without_a_name_takes_nothing_over(serve):
 # ------------------------------------------------------------------- health, stopping
 
 
-def health(address, method="Check", service=""):
-    channel = grpc.insecure_channel(address)
-    call = channel.unary_unary if method == "Check" else channel.unary_stream
-    request = codec.encode(health_module.Request(service))
-    return channel, call(f"/grpc.health.v1.Health/{method}")(
-        request, timeout=DEADLINE_S, wait_for_ready=True
-    )
+def health(address, service=""):
+    with grpc.insecure_channel(address) as channel:
+        return channel.unary_unary("/grpc.health.v1.Health/Check")(
+            codec.encode(health_module.Request(service)),
+            timeout=DEADLINE_S,
+            wait_for_ready=True,
+        )
 
 
-SERVING, NOT_SERVING, SERVICE_UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
+SERVING = b"\x08\x01"
 
 
 @pytest.mark.parametrize("service", ["", "torchbeast.EnvServer"])
 def test_health_says_serving(serve, service):
     server = serve(counting_env.make)
-    channel, answer = health(server.address, service=service)
-    with channel:
-        assert answer == SERVING
+    assert health(server.address, service) == SERVING
 
 
 def test_health_knows_no_other_service(serve):
     server = serve(counting_env.make)
     with pytest.raises(grpc.RpcError) as status:
-        health(server.address, service="other")
+        health(server.address, "other")
     assert status.value.code() == grpc.StatusCode.NOT_FOUND
-    channel, answers = health(server.address, "Watch", "other")
-    with channel:
-        assert list(answers) == [SERVICE_UNKNOWN]
-
-
-def test_watchers_see_the_end(serve):
-    server = serve(counting_env.make)
-    channel, answers = health(server.address, "Watch")
-    with channel:
-        assert next(answers) == SERVING
-        wait_until(lambda: server.health._changed._waiters)
-        server.stop()
-        assert next(answers) == NOT_SERVING
-
-
-def test_watchers_are_limited_and_leave(serve):
-    server = serve(counting_env.make)
-    watchers = [
-        health(server.address, "Watch") for _ in range(health_module.MAX_WATCHERS)
-    ]
-    for _, answers in watchers:
-        assert next(answers) == SERVING
-    channel, answers = health(server.address, "Watch")
-    with channel, pytest.raises(grpc.RpcError) as status:
-        next(answers)
-    assert status.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    for channel, _ in watchers:
-        channel.close()
-    wait_until(lambda: server.health.num_watchers == 0)
 
 
 def test_stop_finishes_the_step_and_says_goodbye(serve):

@@ -30,7 +30,6 @@ from tools.nemesis.checkpoints import mutate
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
 SEED = 20180209
-KILLS = 40
 MUTATIONS = 200
 
 DTYPES = [
@@ -562,40 +561,6 @@ def fail_at_each_change(directory, step):
     raise AssertionError("never came to the end of a save")
 
 
-def kill_at_random_moments(directory, kills):
-    """Kill a saving process many times over; return (last step, kills in a save)."""
-    directory, rng = Path(directory), random.Random(SEED)
-    step = within_a_save = 0
-    for _ in range(kills):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            before_change(lambda n, pipe=writer: os.write(pipe, b"."))
-            for next_step in itertools.count(step + 1):
-                save_steps(directory, next_step)
-                os.write(writer, b"!")
-        os.close(writer)
-        progress = b"".join(os.read(reader, 1) for _ in range(rng.randrange(50)))
-        for _ in range(rng.randrange(10_000)):
-            pass  # Somewhere between two changes.
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        while rest := os.read(reader, 2**16):
-            progress += rest
-        os.close(reader)
-        known = step + progress.count(b"!")  # Saved, as the process was told.
-        within_a_save += progress.endswith(b".")
-        atomic.sweep(directory)
-        found = load(directory)
-        if known == 0 and found is None:
-            continue
-        assert known <= found.step <= known + 1
-        assert found.rejected == []
-        assert_good(directory, found.step)
-        step = found.step
-    return [step, within_a_save]
-
-
 @pytest.mark.parametrize(
     ("step", "damaged"),
     [(4, False), (3, False), (3, True)],
@@ -611,12 +576,6 @@ def test_a_kill_before_any_change_of_the_disk_leaves_a_good_one(
 @pytest.mark.parametrize("step", [3, 4], ids=["replaced", "new"])
 def test_an_error_at_any_change_of_the_disk_leaves_a_good_one(tmp_path, nursery, step):
     assert nursery(fail_at_each_change, tmp_path / "run", step) >= 2
-
-
-def test_kills_at_random_moments_lose_nothing(tmp_path, nursery):
-    step, within_a_save = nursery(kill_at_random_moments, tmp_path / "run", KILLS)
-    assert step > 0
-    assert within_a_save > 0
 
 
 # ------------------------------------------------------------------- damage and attacks

@@ -167,16 +167,6 @@ def test_a_signal_at_any_moment_ends_a_run_and_leaves_nothing(train, run_dir, mo
     assert not run_dir.exists() or load(run_dir).step >= 0
 
 
-def test_a_second_signal_ends_the_run_at_once(train):
-    program = train(*LOCAL, "--env", "tests.wrong_env:make_hanging")
-    program.wait_for_text("about to hang")  # So the end takes a second.
-    family, sockets = program.family(), socket_folder(servers_of(program))
-    program.terminate_insistently()
-    assert program.wait() == 128 + signal.SIGTERM, program.text()
-    assert "Second signal" in program.text()
-    wait_until(lambda: ended(family) and not sockets.exists())
-
-
 def test_a_signal_ends_the_wait_for_servers_elsewhere(train, run_dir, folder):
     program = train(*SIZES, "--server_addresses", f"unix:{folder}/s.0-1")
     program.wait_for_text("Waiting for an environment server")
@@ -242,18 +232,6 @@ def test_a_finished_run_has_nothing_more_to_do(train):
         program = train(*LOCAL, "--env", "Catch", "--total_steps", 2 * BATCH)
         assert program.wait() == 0, program.text()
     assert "Nothing to do: run x is at step 40 of --total_steps 40" in program.text()
-
-
-def test_a_run_in_progress_is_not_started_again(train, run_dir):
-    flags = [*LOCAL, "--env", "Catch", "--total_steps", ENDLESS]
-    first = train(*flags)
-    first.wait_for(lambda: num_rows(run_dir))
-    second = train(*flags)
-    assert second.wait() == 78, second.text()
-    assert f"is in use by process {first.pid} on " in second.text()
-    assert "Traceback" not in second.text()
-    rows = num_rows(run_dir)
-    first.wait_for(lambda: num_rows(run_dir) > rows)
 
 
 # ----------------------------------------------------------------- servers that go away
