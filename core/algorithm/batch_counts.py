@@ -98,16 +98,18 @@ class BatchCounts:
         self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
         lag = updates - rows["policy_version"]
         self.averages.add_max(policy_lag_max=lag.max())
+        self.averages.add(policy_lag_mean=lag.mean())
         target_mean, target_var = losses.target_moments(sums, all_steps)
         del sums["target"], sums["target_square"]
-        self.averages.add(
-            sums,
-            mean_rho=rho / max(num_steps, 1),
-            entropy=entropy / max(all_steps, 1),
-            policy_lag_mean=lag.mean(),
-            return_mean=target_mean,
-            return_std=target_var**0.5,
-        )
+        # An infinite loss would hide those of all other updates of the log's row.
+        if is_learned and num_steps:
+            self.averages.add(
+                sums,
+                mean_rho=rho / num_steps,
+                entropy=entropy / all_steps,
+                return_mean=target_mean,
+                return_std=target_var**0.5,
+            )
         for key in self._flags.info_keys:
             values = info[key][np.isfinite(info[key])]
             if values.size:

@@ -321,12 +321,14 @@ class _ActionPart:
 def box_units(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     """Return offset and scale, float64 [*shape]: action = offset + scale * sample.
 
-    An element that is unbounded on either side is not changed: offset 0, scale 1.
+    An element that is unbounded on either side has scale 1. Its offset is the value of
+    the space that is nearest to 0: usually 0.
     """
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     is_bounded = (low >= -LARGEST_BOUND) & (high <= LARGEST_BOUND)
-    low, high = np.where(is_bounded, low, -1), np.where(is_bounded, high, 1)
-    return (low + high) / 2, (high - low) / 2
+    nearest = np.clip(0, low, high)
+    low, high = (np.where(is_bounded, x, nearest) for x in (low, high))
+    return (low + high) / 2, np.where(is_bounded, (high - low) / 2, 1)
 
 
 def mask_logits(logits: torch.Tensor, mask: Nest) -> torch.Tensor:

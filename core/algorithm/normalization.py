@@ -213,8 +213,9 @@ class PopArt(nn.Linear):
     def scale(self) -> torch.Tensor:
         """The loss divides errors by this: `std`, or infinity before the first `learn`.
 
-        So the first batch changes only the statistics. Without a normalization its
-        gradients could be so large that they stay in the optimizer's averages for long.
+        So in the first batch only the entropy bonus has a gradient. Without a
+        normalization the other gradients could be so large that they stay in the
+        optimizer's averages for long.
         """
         return torch.where(self.updates > 0, self.std, torch.inf).float()
 

@@ -189,7 +189,7 @@ class Learner:
                 f"{self.skipped_in_a_row} updates in a row had a loss "
                 f"({sums['total_loss']}) or gradient norm ({sums['grad_norm']}) that "
                 f"is not finite; {bad} The weights are as they were before. Lower "
-                "--learning_rate, or check the environment's observations."
+                "--learning_rate, or check the environment's observations and rewards."
             )
 
     def _meet_learners(self) -> None:

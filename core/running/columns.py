@@ -81,8 +81,8 @@ FIELDS = (
     Field(
         "return_std",
         "reward",
-        "standard deviation of these targets in a batch; --normalize_returns uses its "
-        "running value",
+        "standard deviation of these targets in a batch; --normalize_returns uses that "
+        "of the targets of all batches",
     ),
     Field(
         "grad_norm",

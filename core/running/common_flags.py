@@ -361,8 +361,8 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="divide advantages and the errors of the baseline by the running standard "
         "deviation of the value targets (PopArt). Then --entropy_cost and "
-        "--learning_rate need not change with the size of rewards. Use it with "
-        "--reward_clipping none",
+        "--learning_rate need not change with the size of rewards, as long as that "
+        "deviation is between 1e-4 and 1e6. Use it with --reward_clipping none",
     )
 
 

@@ -214,10 +214,16 @@ def test_a_box_of_float64_is_met_exactly_at_its_bounds():
         assert drawn["action"].numpy() == bound
 
 
-def test_a_box_that_is_unbounded_on_a_side_passes_as_it_is():
+def test_a_box_that_is_unbounded_on_a_side_is_not_scaled():
     low, high = [-np.inf, -1, -1e7, 0, 0], [1, np.inf, 1e7, np.inf, 1e6]
     offset, scale = box_units(spaces.Box(np.float32(low), np.float32(high)))
     assert (offset.tolist(), scale.tolist()) == ([0, 0, 0, 0, 5e5], [1, 1, 1, 1, 5e5])
+
+
+def test_a_box_that_is_unbounded_and_without_0_begins_at_its_bound():
+    low, high = [5, -np.inf, 2e6], [np.inf, -3, 3e6]
+    offset, scale = box_units(spaces.Box(np.float32(low), np.float32(high)))
+    assert (offset.tolist(), scale.tolist()) == ([5, -3, 2e6], [1, 1, 1])
 
 
 @pytest.mark.parametrize("name", ["discrete", "multi_discrete"])

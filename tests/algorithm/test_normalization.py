@@ -427,6 +427,16 @@ def test_losses_are_in_units_of_the_deviation():
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_batch_without_a_transition_is_left_out_of_the_averages():
+    learner = make_learner(RETURNS)
+    batch = on_policy(learner.net, random_batch())
+    batch["truncated"][:-1] = True
+    learner.update(batch, ())
+    row = learner.counts.averages.pop()
+    assert learner.updates == 1 and row["policy_lag_mean"] is not None
+    assert row.get("mean_rho") is None and row.get("total_loss") is None
+
+
 @pytest.mark.parametrize("module", [monobeast, polybeast])
 @pytest.mark.parametrize("piece_bytes", [1, 2**30])
 def test_an_update_learns_the_targets_of_its_transitions(
@@ -453,7 +463,7 @@ def test_an_update_learns_the_targets_of_its_transitions(
     torch.testing.assert_close(after, values, rtol=1e-5, atol=1e-5)
 
 
-def test_the_first_batch_is_for_the_statistics_alone():
+def test_the_first_batch_is_for_the_statistics_and_the_entropy_bonus():
     learner = make_learner(RETURNS, "--entropy_cost", "0")
     batches = [on_policy(learner.net, random_batch(seed=seed)) for seed in range(2)]
 
