@@ -20,6 +20,9 @@ from typing import Any
 MULTIPLES = ("batch_size", "num_actors", "num_servers")
 # The shares of these flags are rounded up.
 LIMITS = ("num_buffers", "max_learner_queue_size", "replay_capacity", "max_streams")
+# A folder in which each learner writes its exit status, for tools.learners: torchrun
+# does not tell it after a signal.
+STATUS_DIR = "TORCHBEAST_STATUS_DIR"
 # Only learner 0 obeys these flags.
 OUTPUTS = ("wandb", "write_profiler_trace")
 
@@ -92,6 +95,11 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
         flags.server_addresses = addresses[rank() :: n]
     if getattr(flags, "listen", None) is not None:  # Each learner has its own port.
         host, _, port = flags.listen.rpartition(":")
+        if int(port) + n - 1 > 65535:
+            parser.error(
+                f"--listen is {flags.listen} but must leave room for {n} learners, "
+                f"each with the next port: expected a port up to {65536 - n}."
+            )
         if int(port):  # The system chooses a free port for each learner if it is 0.
             flags.listen = f"{host}:{int(port) + rank()}"
     if getattr(flags, "pipes_basename", None) is not None:

@@ -84,7 +84,13 @@ class Server(services.EnvServerServicer):
 
 
 if __name__ == "__main__":
-    server = grpc.server(futures.ThreadPoolExecutor(8))
+    server = grpc.server(
+        futures.ThreadPoolExecutor(8),
+        options=[  # The learner pings while an environment takes long.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_ping_strikes", 0),
+        ],
+    )
     services.add_EnvServerServicer_to_server(Server(), server)
     server.add_insecure_port(sys.argv[1])
     server.start()

@@ -4,8 +4,9 @@
     python -m tools.learners --standalone --nproc_per_node 2 -m polybeast [flags]
 
 Takes torchrun's flags. torchrun itself ends with 1 and a traceback, however its
-learners have ended. This ends with 75 after a signal to stop: the same command goes on
-from the checkpoint. Otherwise it ends with the status of the first learner that ended.
+learners have ended. This ends with 75 after a signal to stop, if all learners of this
+machine did: the same command goes on from the checkpoint. Otherwise it ends with the
+status of the first learner that ended, or after a signal of the first that failed.
 If learner 0's host does not resolve, it says so in one line and ends with 78. After the
 signal the learners have SAVE_S for their checkpoint, or what the environment variable
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT says. (Older versions of torch always allow 30 s.)
@@ -13,12 +14,15 @@ TORCH_ELASTIC_SHUTDOWN_TIMEOUT says. (Older versions of torch always allow 30 s.
 
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from core import ranks
 from core.algorithm.learners import check_host
 from core.errors import ConfigError, Exit
 
@@ -26,6 +30,12 @@ SAVE_S = 110  # The files in slurm/ and kubernetes/ allow 120 s.
 
 
 def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[ranks.STATUS_DIR] = folder
+        return run_learners(Path(folder))
+
+
+def run_learners(statuses: Path) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_S))
     args = run.parse_args(sys.argv[1:])
     try:
@@ -39,6 +49,10 @@ def main() -> int:
         print(f"ConfigError: {error}", file=sys.stderr)
         return Exit.CONFIG
     except SignalException:  # torchrun has handed it on, and waited for the learners.
+        for path in sorted(statuses.iterdir(), key=lambda path: int(path.name)):
+            if (status := int(path.read_text())) not in (Exit.DONE, Exit.STOPPED):
+                print(f"Learner {path.name} ended with {status}", file=sys.stderr)
+                return status
         return Exit.STOPPED
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

@@ -94,7 +94,8 @@ class BatchCounts:
         rows = map_nest(lambda x: x[1:], new)  # Row 0 was the last row of a rollout.
         self.episodes.add_episodes(rows["episode_return"][rows["done"]])
         info = rows["info"]
-        ended = ~np.isnan(info["game_return"])
+        # NaN: no game has ended. A server in another language may send anything.
+        ended = np.isfinite(info["game_return"]) & np.isfinite(info["game_step"])
         self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
         lag = updates - rows["policy_version"]
         self.averages.add_max(policy_lag_max=lag.max())

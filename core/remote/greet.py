@@ -13,18 +13,22 @@ import time
 import libtorchbeast
 from core import ranks
 from core.action_spaces import check_spaces
+from core.algorithm import learners
 from core.errors import ConfigError
 from core.remote import codec, messages, tls
+from core.remote.frames import arrays_of
 from core.remote.local_servers import LocalServers
 from core.remote.server_flags import describe_new_rollouts
 from core.remote.server_lists import ServerList
-from core.rollout import new_rollouts
+from core.rollout import new_rollouts, row_spec, spec_of
 from core.running import common_flags
 from core.running.signals import StopSignal
 
 log = logging.getLogger(__name__)
 
-DESCRIBE_S = 2.0  # Limit for one request; then the learner asks the next server.
+# Limits for one request; then the learner asks the next server. The limit of a server
+# that is too slow is doubled each time.
+DESCRIBE_S, MAX_DESCRIBE_S = 2.0, 8.0
 MAX_REFUSALS = 5  # If one server refuses our certificate so often, the program ends.
 EMPTY_S = 0.2  # Interval of checks while the list of servers is empty.
 SAY_WAITING_S = 10.0  # Interval of log lines while no server answers.
@@ -36,9 +40,10 @@ def greet(
     """Ask one server after another for its Welcome, until one answers.
 
     Servers of --server_addresses may start at any time, and their list may be empty for
-    any time. Returns None after a signal to stop.
+    any time. Returns None after a signal to stop, to this learner or another one.
 
     Raises:
+      LearnerLost: another learner has ended.
       ConfigError: the servers have an error or do not fit this learner, a certificate
         is wrong, or a name could not be resolved for --stall_timeout_s.
       TimeoutError: local servers did not answer within --stall_timeout_s.
@@ -48,11 +53,12 @@ def greet(
         say_at += SAY_WAITING_S  # The log lines of local servers come first.
     pem_files = tls.read(flags.tls_dir, is_server=False)
     refusals: collections.Counter[str] = collections.Counter()
+    limit_s: dict[str, float] = collections.defaultdict(lambda: DESCRIBE_S)
     # Learners other than the first print only warnings.
     level = logging.WARNING if ranks.rank() else logging.INFO
     attempt = 0
     while True:
-        if stop.received is not None:
+        if _is_to_stop(stop):
             return None
         servers.check()
         is_late = time.monotonic() - began > flags.stall_timeout_s
@@ -69,7 +75,7 @@ def greet(
                     libtorchbeast.describe(
                         address,
                         info_keys=flags.info_keys,
-                        timeout_s=DESCRIBE_S,
+                        timeout_s=limit_s[address],
                         tls=pem_files,
                     )
                 )
@@ -78,6 +84,8 @@ def greet(
             except libtorchbeast.ActorError as error:
                 reason = tls.diagnose(address, flags.tls_dir)
                 why = f"{error}; {reason}" if reason else str(error)
+                if "DEADLINE_EXCEEDED" in why:
+                    limit_s[address] = min(2 * limit_s[address], MAX_DESCRIBE_S)
                 refusals[address] = refusals[address] + 1 if reason else 0
                 is_permanent = isinstance(error, libtorchbeast.ServerMismatch)
                 if is_permanent or refusals[address] == MAX_REFUSALS:
@@ -95,6 +103,14 @@ def greet(
             say_at = time.monotonic() + SAY_WAITING_S
             log.log(level, "Waiting for an environment server: %s", why)
         attempt += 1
+
+
+def _is_to_stop(stop: StopSignal) -> bool:
+    has_signal = stop.received is not None
+    if (others := learners.current()) is None:
+        return has_signal
+    others.check_stop(has_signal)
+    return others.wants_stop
 
 
 def add_tls_reason(text: str, flags: argparse.Namespace) -> str:
@@ -125,10 +141,11 @@ def complete_flags(
 
     Raises:
       ConfigError: --env, --batch_size or --xpid does not fit the servers, or no policy
-        fits their spaces.
+        fits their spaces, or they do not send what their spaces say.
     """
     assert welcome.observation is not None and welcome.action is not None
     check_spaces(welcome.observation, welcome.action)
+    check_arrays(welcome, flags.info_keys)
     B, K = new_rollouts(flags), welcome.num_envs
     if B % K:
         enough = -(-B // K) * K  # The next multiple of K, in new rollouts.
@@ -148,3 +165,28 @@ def complete_flags(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return argparse.Namespace(**{**vars(flags), "env": welcome.env, "xpid": xpid})
+
+
+def check_arrays(welcome: messages.Welcome, info_keys: tuple[str, ...]) -> None:
+    """Compare a Welcome's arrays with its spaces: a server may be anybody's program.
+
+    Raises:
+      ConfigError: an array is missing or has another type or shape.
+    """
+    assert welcome.observation is not None and welcome.action is not None
+    row = row_spec(welcome.observation, welcome.action, info_keys)
+    for name, spec in (
+        ("step_arrays", row),
+        ("action_arrays", spec_of(welcome.action, "action")),
+    ):
+        found = {array.path: array for array in getattr(welcome, name)}
+        for array in arrays_of(spec):
+            got = found.get(array.path)
+            if got is None or (got.dtype, got.shape) != (array.dtype, array.shape):
+                key = "/".join(map(str, array.path))
+                was = "none" if got is None else f"{got.dtype}{[*got.shape]}"
+                raise ConfigError(
+                    f"the servers' Welcome.{name} has {was} for '{key}', but their "
+                    f"spaces and --info_keys need {array.dtype}{[*array.shape]}. "
+                    "Correct the server, as proto/torchbeast.proto says."
+                )

@@ -239,7 +239,7 @@ def add_server_flags(group: Any) -> None:
     )
     group.add_argument(
         "--keepalive_s",
-        type=number(0.1),
+        type=number(0.1, 3600),
         default=10.0,
         help="interval of network pings in seconds. Learner and servers notice within "
         "twice this time that the other machine is frozen or cut off from the network",

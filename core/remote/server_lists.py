@@ -95,7 +95,7 @@ class AddressFile:
             with self._path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 raw = file.read(MAX_FILE_BYTES + 1)
-            text = raw.decode()
+            text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise ConfigError(

@@ -30,6 +30,19 @@ def run_program(
     An error that the user can repair is printed as one line, any other error as a
     traceback. A terminal that stops reading does not stop the training.
     """
+    status = _run(parse_flags, train, test, argv)
+    if (folder := os.environ.get(ranks.STATUS_DIR)) is not None:
+        with contextlib.suppress(OSError):
+            Path(folder, str(ranks.rank())).write_text(str(status))
+    return status
+
+
+def _run(
+    parse_flags: Callable[..., argparse.Namespace],
+    train: Callable[[argparse.Namespace], Exit],
+    test: Callable[[argparse.Namespace], Exit],
+    argv: Sequence[str] | None,
+) -> int:
     with contextlib.ExitStack() as stack:
         try:
             flags = parse_flags(argv)

@@ -239,7 +239,9 @@ class Watchdog:
         self._limit_s = limit_s
         self._on_stall = on_stall
         self._value: Any = None
-        self._since = time.monotonic()
+        # Monotonic times: of the latest progress, later by all rests since; of the
+        # latest call.
+        self._since = self._called_at = time.monotonic()
         self._pauses = Pauses()
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(pausable())
@@ -271,14 +273,19 @@ class Watchdog:
                 raise StallError(text)
             log.error("%s. Still waiting (--on_stall wait).", text)
             self._since = now
-        self._watch_main_loop()
+        self._watch_main_loop(now)
 
     def rest(self) -> None:
-        """Report that there is nothing to do now: the time limit starts again."""
-        self._since = time.monotonic()
-        self._watch_main_loop()
+        """Report that there was nothing to do since the last call.
 
-    def _watch_main_loop(self) -> None:
+        This time does not count: the time limit goes on with the next `progress`.
+        """
+        now = time.monotonic()
+        self._since += now - self._called_at
+        self._watch_main_loop(now)
+
+    def _watch_main_loop(self, now: float) -> None:
+        self._called_at = now
         faulthandler.dump_traceback_later(
             2 * self._limit_s + HANG_GRACE_S, exit=True, file=terminal.urgent_fd()
         )

@@ -5,6 +5,7 @@ Seen red: with torchrun's own status, 1, for every failure; with torchrun's own 
 of warnings about a host.
 """
 
+import argparse
 import signal
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 import core.algorithm.learners
+from core.running import program
 from tools import learners
 
 
@@ -41,6 +43,25 @@ def test_a_host_that_does_not_resolve_is_named(monkeypatch, capsys, flags, said)
     assert learners.main() == 78
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ConfigError: {said}")
+
+
+def test_after_a_signal_a_learner_that_failed_is_told(monkeypatch, capsys):
+    def learner(rank, status):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        flags = argparse.Namespace(mode="test")
+        program.run_program(lambda argv: flags, None, lambda flags: status, [])
+
+    def torchrun(argv):
+        for rank, status in enumerate((75, 74, 70)):
+            learner(rank, status)
+        raise SignalException("", signal.SIGTERM)
+
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # It stays as it is.
+    monkeypatch.setattr(run, "main", torchrun)
+    monkeypatch.setattr("sys.argv", ["learners", "-m", "polybeast"])
+    assert learners.main() == 74
+    assert "Learner 1 ended with 74" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

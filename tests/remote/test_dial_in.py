@@ -683,12 +683,17 @@ def test_flags_that_make_no_sense_are_refused(program, argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_several_learners_listen_at_ports_of_their_own(monkeypatch):
+def test_several_learners_listen_at_ports_of_their_own(monkeypatch, capsys):
     polybeast = pytest.importorskip("polybeast", reason="needs the extension")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert polybeast.parse_flags(["--listen", ":4431"]).listen == "127.0.0.1:4432"
     assert polybeast.parse_flags(["--listen", ":0"]).listen == "127.0.0.1:0"  # Any.
+    assert polybeast.parse_flags(["--listen", ":65534"]).listen == "127.0.0.1:65535"
+    with pytest.raises(SystemExit) as end:
+        polybeast.parse_flags(["--listen", ":65535"])
+    assert end.value.code == Exit.USAGE
+    assert "expected a port up to 65534" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------- processes

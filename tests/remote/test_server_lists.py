@@ -8,17 +8,21 @@ import socket
 import threading
 import time
 import zlib
+from dataclasses import replace
 from types import SimpleNamespace
 
+import gymnasium as gym
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 import polybeast
 from core.errors import ConfigError
-from core.remote import greet, server_flags, server_lists
+from core.remote import greet, messages, server_flags, server_lists
+from core.remote.frames import arrays_of
 from core.remote.server_lists import AddressFile, DnsName, ServerList, Unavailable
-from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+from core.rollout import row_spec, spec_of
+from libtorchbeast import ActorError, ActorPool, BatchingQueue, DynamicBatcher
 from tests.conftest import DEADLINE_S, wait_until
 
 INSECURE = SimpleNamespace(tls_dir=None, insecure=True)
@@ -50,7 +54,8 @@ def quick(monkeypatch):
 
 def test_a_file_has_addresses_commas_ranges_and_comments(tmp_path):
     path = tmp_path / "hosts"
-    path.write_text("# two hosts\n\nh1:4431-4432,h2:7  # fast\n unix:/s.0 h2:7\n")
+    text = "# two hosts\n\nh1:4431-4432,h2:7  # fast\n unix:/s.0 h2:7\n"
+    path.write_text(text, encoding="utf-8-sig")  # As editors on Windows do.
     expected = ["h1:4431", "h1:4432", "h2:7", "unix:/s.0"]
     assert AddressFile(str(path), INSECURE).addresses() == expected
 
@@ -339,7 +344,7 @@ class Stop:
         return 15 if time.monotonic() > self._deadline else None
 
 
-def start(servers, stall_timeout_s):
+def start(servers, stall_timeout_s=60):
     flags = SimpleNamespace(tls_dir=None, info_keys=(), stall_timeout_s=stall_timeout_s)
     return greet.greet(flags, servers, Stop())
 
@@ -371,3 +376,60 @@ def test_the_start_waits_for_the_first_server_of_an_empty_list(monkeypatch, capl
     assert asked == ["a:1"]
     assert "Waiting for an environment server: " in caplog.text
     assert "hosts names no server" in caplog.text
+
+
+def test_a_server_that_is_slow_to_describe_itself_gets_more_time(monkeypatch):
+    limits = []
+
+    def describe(address, *, timeout_s, **kwargs):
+        limits.append(timeout_s)
+        if timeout_s < 8:
+            raise ActorError(f"{address} DEADLINE_EXCEEDED: Deadline Exceeded")
+        return b"welcome"
+
+    monkeypatch.setattr(greet.libtorchbeast, "describe", describe)
+    monkeypatch.setattr(greet.codec, "decode_welcome", lambda raw: raw)
+    with ServerList(["a:1"], []) as servers:
+        assert start(servers) == b"welcome"
+    assert limits == [2, 4, 8]
+
+
+OBSERVATION, ACTION = gym.spaces.Box(0, 1, (3,)), gym.spaces.Discrete(2)
+
+
+def arrays(**changes):
+    """Return the arrays of a row with these spaces; None leaves one out."""
+    result = arrays_of(row_spec(OBSERVATION, ACTION, ("lives",)))
+    for name, change in changes.items():
+        result = [
+            array if array.path[-1] != name else change and replace(array, **change)
+            for array in result
+        ]
+    return tuple(array for array in result if array is not None)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"truncated": None}, "has none for 'truncated', .* need bool"),
+        ({"lives": None}, "has none for 'info/lives', but their spaces and --info_k"),
+        (
+            {"observation": {"shape": (2,)}},
+            "has float32.2. for 'observation', .*float32.3",
+        ),
+        ({"observation": {"dtype": "uint8"}}, "has uint8.3. for 'observation'"),
+    ],
+)
+def test_a_server_must_send_what_its_spaces_say(changes, said):
+    welcome = messages.Welcome(
+        observation=OBSERVATION,
+        action=ACTION,
+        step_arrays=arrays(),
+        action_arrays=arrays_of(spec_of(ACTION)),
+    )
+    greet.check_arrays(welcome, ("lives",))
+    with pytest.raises(ConfigError, match=f"Welcome.step_arrays {said}"):
+        greet.check_arrays(replace(welcome, step_arrays=arrays(**changes)), ("lives",))
+    wrong = arrays_of(spec_of(gym.spaces.Box(-1, 1)))
+    with pytest.raises(ConfigError, match="Welcome.action_arrays has float32"):
+        greet.check_arrays(replace(welcome, action_arrays=wrong), ("lives",))

@@ -178,6 +178,19 @@ def test_time_at_rest_does_not_count(watchdog, clock):
     watchdog.progress("step 3")
 
 
+def test_rests_do_not_start_the_limit_again(watchdog, clock):
+    """Servers that crash again and again are connected for a moment each time."""
+    watchdog.progress("step 3")
+    for _ in range(6):
+        clock.now += 11.0
+        watchdog.progress("step 3")
+        clock.now += 40.0
+        watchdog.rest()
+    clock.now += 11.0
+    with pytest.raises(StallError, match="no progress for 77 s"):
+        watchdog.progress("step 3")
+
+
 def test_a_main_loop_that_hangs_is_ended_with_its_stack():
     done = run_python("""
         import threading

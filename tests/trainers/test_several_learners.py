@@ -3,19 +3,24 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from core.environments.toys import Catch
 from core.remote.env_server import Server
 from core.running import checkpoint
-from tests.conftest import DEADLINE_S, wait_until
+from tests.conftest import DEADLINE_S, ended, wait_until
 from tests.normalization_flags import obeyed
 from tests.trainers.several import start_learners
 from tools.runs import log_rows, num_rows
 
+ROOT = Path(__file__).parents[2]
 T = 5
 FLAGS = ["--env", "Catch", "--batch_size", 4, "--unroll_length", T, "--xpid", "x"]
 FLAGS += ["--seed", 7, "--log_interval_s", 0]
@@ -107,6 +112,46 @@ def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, backgrou
     ]
     assert newest(tmp_path).step >= int(log_rows(run_dir)[-1]["step"])
     servers[0].stop()
+
+
+def test_a_signal_to_one_learner_ends_all_that_wait_for_servers(start, tmp_path):
+    pytest.importorskip("polybeast", reason="needs the extension")
+    flags = [*FLAGS, "--server_addresses", f"unix:{tmp_path}/s.0-1"]
+    programs = start_learners(start, *flags, module="polybeast")
+    programs[0].wait_for_text("Waiting for an environment server")
+    os.kill(programs[0].pid, signal.SIGTERM)
+    assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
+
+
+TORCHRUN = """
+import subprocess, sys
+learner = subprocess.Popen([sys.executable, "-m", *sys.argv[1:]])
+print(learner.pid, flush=True)
+learner.wait()
+"""
+
+
+def test_the_learners_of_a_torchrun_that_is_killed_stop(tmp_path):
+    flags = [*FLAGS, "--serial", "--total_steps", 10**7, "--savedir", tmp_path]
+    torchrun = subprocess.Popen(
+        [sys.executable, "-c", TORCHRUN, "monobeast", *map(str, flags)],
+        cwd=ROOT,
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "none"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    learner = psutil.Process(int(torchrun.stdout.readline()))
+    try:
+        wait_until(lambda: num_rows(tmp_path / "x") > 2)
+        torchrun.kill()
+        wait_until(lambda: ended([learner]))
+    finally:
+        torchrun.kill()
+        torchrun.communicate()
+        if not ended([learner]):
+            learner.kill()
+    assert checkpoint.load(tmp_path / "x" / "checkpoints").step > 0
 
 
 class SlowInLearner1(Catch):
