@@ -87,7 +87,12 @@ from core.remote.server_lists import ServerList
 from core.rollout import Spaces, new_rollouts
 from core.running import common_flags, compute, evaluation, folder, log_setup
 from core.running.compute import explain_out_of_memory, set_torch_threads
-from core.running.machine import keep_freed_memory, lower_priority, num_cores
+from core.running.machine import (
+    keep_freed_memory,
+    lower_priority,
+    num_cores,
+    raise_file_limit,
+)
 from core.running.precision import settle_precision
 from core.running.program import run_program
 from core.running.run import Run, run_folder
@@ -484,6 +489,7 @@ def learn_loop(
 def train(flags: argparse.Namespace) -> Exit:
     """Train until --total_steps, a signal or a failure; write a last checkpoint."""
     keep_freed_memory()  # Must come before other threads start.
+    raise_file_limit()
     with contextlib.ExitStack() as stack:
         stack.enter_context(log_setup.setup_logging(None))
         stop = stack.enter_context(StopSignal())

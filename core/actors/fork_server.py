@@ -63,6 +63,12 @@ class ForkServer:
         """Say whether the fork server has imported everything."""
         return self._import.done()
 
+    def is_cut_off(self) -> bool:
+        """Say whether its socket was deleted, as old files in /tmp sometimes are."""
+        # multiprocessing has no public name for it.
+        path = getattr(forkserver._forkserver, "_forkserver_address", None)
+        return path is not None and not os.path.exists(path)
+
     def _keep_going(self) -> None:
         # Goes on until the import is done, too: a program that ends during the import
         # joins the process of `wait`.

@@ -274,6 +274,8 @@ class Actors:
         context = self._context
         if self._flags.start_method == "fork" and threading.active_count() > 1:
             context = multiprocessing.get_context("spawn")
+        if self._fork_server is not None and self._fork_server.is_cut_off():
+            context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         i, incarnation = slot.actor_id, self._incarnation
         seed = env_seed(self._flags.seed, i, incarnation, 0)

@@ -212,7 +212,8 @@ class Servers:
             slot.pipe.close()
             slot.pipe = None
             return
-        if kind == "config":
+        # A server that has served before may only lack something for a moment.
+        if kind == "config" and not slot.has_listened:
             raise ConfigError(text)
         if kind == "listening":
             slot.is_listening = slot.has_listened = True

@@ -15,9 +15,12 @@ from core.nests import Nest, leaves
 from core.running.machine import available_memory
 
 
-def rss_mb() -> float:
-    """Return the resident memory of this process in MB."""
-    return psutil.Process().memory_info().rss / 1e6
+def rss_mb() -> float | None:
+    """Return the resident memory of this process in MB; None if that cannot be read."""
+    try:
+        return psutil.Process().memory_info().rss / 1e6
+    except (OSError, psutil.Error):  # Such as no descriptor left.
+        return None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ in the thread that logs, so a disk that hangs would block training. The thread o
 TensorBoard's writer ends if the disk is full.
 """
 
+import errno
 import logging
 import os
 import threading
@@ -50,12 +51,12 @@ class LogFile:
 
     def is_gone(self) -> bool:
         """Return whether the file was deleted or replaced."""
+        if is_missing(self.path):
+            return True
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
-        except FileNotFoundError:
-            return True
-        except OSError:  # The file is closed, or the disk does not answer.
-            return False
+        except OSError as error:  # The file is closed, or the disk does not answer.
+            return error.errno == errno.ESTALE  # NFS: the server has another file now.
 
     def reopen(self) -> None:
         """Create the file again, and write to the new file from now on."""
@@ -133,6 +134,17 @@ class LogFile:
             os.close(self._fd)
         except OSError as error:  # NFS may report a full disk only now.
             self.error = error
+
+
+def is_missing(path: Path) -> bool:
+    """Return whether there is no such file; False if the disk does not say."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def report_lost(file: LogFile) -> None:

@@ -28,7 +28,7 @@ from core.running import dashboard
 from core.running.atomic import write_atomically
 from core.running.columns import FIELDS, info_field
 from core.running.folder import lock_folder
-from core.running.log_file import LogFile, report_lost
+from core.running.log_file import LogFile, is_missing, report_lost
 from core.running.log_setup import FileHandler
 
 log = logging.getLogger(__name__)
@@ -125,16 +125,15 @@ class RunLog:
         Raises:
           RunDirBusy: another run uses the folder now.
         """
-        meta, lock = self._run_dir / "meta.json", self._run_dir / ".lock"
+        meta = self._run_dir / "meta.json"
         files = (*self._files, *self._out_logs)
-        others = [meta] * (self._meta is not None and not meta.exists())
+        others = [meta] * (self._meta is not None and is_missing(meta))
         gone = [file.path for file in files if file.is_gone()] + others
         if not gone:
             return
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            if not lock.exists():
-                lock_folder(self._run_dir)
+            lock_folder(self._run_dir)  # Another run may have made the folder anew.
             if self._meta is not None:
                 write_atomically(meta, self._meta.encode())
             if self._csv.is_gone():
@@ -320,9 +319,13 @@ class _EventFile:
 
         self._event, self._summary = Event, Summary
         folder.mkdir(exist_ok=True)
-        # TensorBoard reads the files in the order of their names.
-        starts = len(list(folder.glob("events.out.tfevents.*")))
-        name = f"{int(time.time()):010d}.{starts:04d}.{socket.gethostname()}"
+        # TensorBoard reads the files in the order of their names, which begin with the
+        # time. The clock may have been set back since the last start.
+        before = [
+            path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")
+        ]
+        began = max([int(time.time()), *(int(t) + 1 for t in before if t.isdecimal())])
+        name = f"{began:010d}.{len(before):04d}.{socket.gethostname()}"
         self.file = LogFile(folder / f"events.out.tfevents.{name}")
         self._records = RecordWriter(self.file)
         self._session = SessionLog(status=SessionLog.START)

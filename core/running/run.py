@@ -63,6 +63,7 @@ NOT_NORMAL = {
 }
 LARGE = 4096  # Numbers; a flat observation of more is probably a picture.
 LOG_S = 10.0  # How long the end of a run waits for a row that is being written.
+SAY_HANGS_S = 30.0  # Interval of warnings that the disk has not taken a row or save.
 LOCK_S = 10.0  # How long a checkpoint or the last row waits for the end of an update.
 
 
@@ -140,6 +141,7 @@ class Run:
         self._in_background = in_background
         # The latest job of each thread: "log" and "save".
         self._jobs: dict[str, concurrent.futures.Future] = {}
+        self._began: dict[str, float] = {}  # When, or when it was last warned of.
         self._checkpoints = run_dir / "checkpoints"
         self._earlier_s = 0.0  # Training time before the last resume.
 
@@ -289,6 +291,8 @@ class Run:
             )
             try:
                 yield
+            except folder.RunDirBusy:  # The folder belongs to that run now.
+                raise
             except BaseException:
                 self._wait_for("log", LOG_S)
                 try:
@@ -311,11 +315,14 @@ class Run:
             self._others.columns = stats
             return
         self._stats = stats
-        for job in self._jobs.values():
+        now = time.monotonic()
+        for name, job in self._jobs.items():
             if job.done():
                 job.result()
+            elif now - self._began[name] > SAY_HANGS_S:
+                self._began[name] = now
+                log.warning("Waiting for the disk of %s, to %s", self.run_dir, name)
         sys.stderr.flush()  # Shows the text that a slow terminal has not taken yet.
-        now = time.monotonic()
         if now - self._last_log >= self.flags.log_interval_s:
             self._begin("log", self._write_row, stats)
         if now - self._last_save >= self.flags.checkpoint_interval_s:
@@ -326,7 +333,9 @@ class Run:
         if not self._in_background:
             write(*args)
         elif name not in self._jobs or self._jobs[name].done():
-            self._jobs[name] = start_thread(name, on_one_core, write, *args)
+            with contextlib.suppress(RuntimeError):  # No thread is left: the next tick.
+                self._jobs[name] = start_thread(name, on_one_core, write, *args)
+                self._began[name] = time.monotonic()
 
     def _wait_for(self, name: str, limit_s: float | None = None) -> bool:
         """Wait for the end of a thread's last job; return whether it has ended."""
@@ -347,7 +356,8 @@ class Run:
 
     def _save_last(self) -> None:
         # No limit: if this save hangs, the last save would hang, too.
-        self._wait_for("save")
+        while not self._wait_for("save", SAY_HANGS_S):
+            log.warning("Waiting for the disk of %s, to save", self.run_dir)
         self.save()
 
     def _try_to_save(self) -> None:
@@ -415,8 +425,9 @@ class Run:
         row |= {**learner.counts.averages.pop(), **stats}
         row |= {f"{stage}_busy": share for stage, share in busy.items()}
         row["gpu_utilization"] = gpu_utilization(learner.net)
-        self._log.log(row)
+        # First, since the disk may hang.
         self._show(row, bottleneck(busy, actors_do_both=self._actors_do_both))
+        self._log.log(row)
         self._last_log, self._last_step = now, step
 
     def _of_all_learners(self, name: str, ours: dict[str, Any]) -> dict[str, Any]:

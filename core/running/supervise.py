@@ -286,9 +286,10 @@ class Watchdog:
 
     def _watch_main_loop(self, now: float) -> None:
         self._called_at = now
-        faulthandler.dump_traceback_later(
-            2 * self._limit_s + HANG_GRACE_S, exit=True, file=terminal.urgent_fd()
-        )
+        with contextlib.suppress(RuntimeError):  # No thread is left: the next tick.
+            faulthandler.dump_traceback_later(
+                2 * self._limit_s + HANG_GRACE_S, exit=True, file=terminal.urgent_fd()
+            )
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()

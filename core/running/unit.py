@@ -360,9 +360,10 @@ def limit_calls(
 
     def postpone_end() -> None:
         # faulthandler ends the process unless this is called again in time.
-        faulthandler.dump_traceback_later(
-            limit_s + END_S, exit=True, file=terminal.urgent_fd()
-        )
+        with contextlib.suppress(RuntimeError):  # No thread is left for the moment.
+            faulthandler.dump_traceback_later(
+                limit_s + END_S, exit=True, file=terminal.urgent_fd()
+            )
 
     def watch() -> None:
         pauses = Pauses()

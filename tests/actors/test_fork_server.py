@@ -50,7 +50,15 @@ def test_a_run_survives_the_end_of_its_fork_server_and_that_it_is_stopped(folder
         rows = program.rows()
         program.wait_for(lambda: program.rows() > rows + 3)
         restarts = program.text().count("restarting it")
-        victim = actors(program)[0]
+        victim, other = actors(program)[:2]
+        # Its socket is deleted, as old files in /tmp are.
+        (temporary,) = program.temporary.glob("pymp-*")
+        temporary.rename(program.temporary / "deleted")
+        os.kill(other, signal.SIGKILL)
+        program.wait_for(lambda: program.text().count("restarting it") > restarts)
+        rows, restarts = program.rows(), program.text().count("restarting it")
+        program.wait_for(lambda: program.rows() > rows + 3)
+        (program.temporary / "deleted").rename(temporary)
         os.kill(fork_server(program), signal.SIGSTOP)
         os.kill(victim, signal.SIGKILL)
         program.wait_for(lambda: program.text().count("restarting it") > restarts)

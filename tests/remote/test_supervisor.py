@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 import polybeast
 import polybeast_env
-from core.errors import Exit
+from core.errors import ConfigError, Exit
 from core.remote import child, local_servers, supervisor
 from core.running.signals import StopSignal
 from tests.conftest import DEADLINE_S, wait_until
@@ -44,6 +45,16 @@ def test_servers_keep_to_cores_that_are_theirs(monkeypatch, argv, num_cores, exp
     monkeypatch.setattr(supervisor, "num_cores", lambda: num_cores)
     flags = polybeast_env.parse_flags(["--env", "Catch", *argv])
     assert supervisor.own_cores(flags) == expected
+
+
+def test_a_server_that_has_served_is_tried_again_if_it_cannot_start():
+    slot = SimpleNamespace(has_listened=False, reason=None, pipe=Mock())
+    slot.pipe.recv_bytes.return_value = b"config the disk is away"
+    with pytest.raises(ConfigError, match="the disk is away"):
+        supervisor.Servers._receive(None, slot)
+    slot.has_listened = True
+    supervisor.Servers._receive(None, slot)
+    assert slot.reason == "the disk is away"
 
 
 def test_sockets_of_servers_that_could_not_say_they_listen_are_removed(folder):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RunLog: logs.csv, its resume, TensorBoard and Weights & Biases."""
 
+import errno
 import logging
 import math
 import os
@@ -8,6 +9,8 @@ import random
 import re
 import sys
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -197,6 +200,36 @@ def test_tensorboard_forgets_events_after_the_checkpoint(tmp_path):
     write_rows(tmp_path, [35, 45], resume_step=30)
     write_rows(tmp_path, [], resume_step=45)
     assert event_steps(tmp_path) == [10, 20, 30, 35, 45]
+
+
+def test_tensorboard_shows_all_starts_although_the_clock_was_set_back(
+    tmp_path, monkeypatch
+):
+    write_rows(tmp_path, [10, 20])
+    now = time.time()
+    monkeypatch.setattr(logs.time, "time", lambda: now - 3600)
+    write_rows(tmp_path, [30], resume_step=20)
+    assert event_steps(tmp_path) == [10, 20, 30]
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.ENOTCONN, errno.EIO])
+def test_a_folder_that_cannot_be_looked_at_for_a_moment_stops_nothing(
+    tmp_path, monkeypatch, error
+):
+    (tmp_path / "meta.json").write_text("{}")
+    stat = Path.stat
+
+    def fail(self, **kwargs):
+        if self.parent == tmp_path:
+            raise OSError(error, os.strerror(error))
+        return stat(self, **kwargs)
+
+    with logs.RunLog(tmp_path) as run_log:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", fail)
+            run_log.log({"step": 5})
+        run_log.log({"step": 6})
+    assert steps_of(tmp_path) == [5, 6]
 
 
 def test_tensorboard_forgets_everything_when_a_run_starts_from_scratch(tmp_path):

@@ -2,6 +2,7 @@
 """core.running.run: a new run with the weights of another, whoever wrote them."""
 
 import errno
+import faulthandler
 import math
 import os
 import re
@@ -24,7 +25,7 @@ from core.algorithm.update import Learner
 from core.environments.toys import Catch
 from core.errors import ConfigError, Exit
 from core.nests import Nest, map_nest
-from core.running import checkpoint, program, run
+from core.running import checkpoint, folder, program, run, supervise
 from core.running.checkpoint import CheckpointError
 from tests.conftest import DEADLINE_S, wait_until
 from tests.normalization_flags import obeyed
@@ -220,6 +221,49 @@ def test_neither_an_update_nor_a_slow_disk_holds_up_who_logs(
         wait_until(lambda: saved(a_run))
         learn(a_run)
     assert saved(a_run)[-1] == 150
+
+
+def test_a_disk_that_hangs_is_told(tmp_path, gate, background, monkeypatch, caplog):
+    monkeypatch.setattr(run, "SAY_HANGS_S", 0.01)
+    a_run = make_run(tmp_path, *AT_ONCE)
+
+    def told() -> int:
+        return caplog.text.count(f"Waiting for the disk of {a_run.run_dir}, to save")
+
+    with a_run.open():
+        learn(a_run)
+        a_run.tick({})
+        wait_until(lambda: a_run.tick({}) or told())
+        before = told()
+        opened = background(wait_until, lambda: told() > before)  # By the last save.
+        opened.add_done_callback(lambda _: gate.set())
+    assert saved(a_run) == [50]
+
+
+def test_a_moment_without_threads_stops_nothing(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("can't start new thread")
+
+    a_run = make_run(tmp_path, *AT_ONCE)
+    watchdog = supervise.Watchdog(60.0)
+    with a_run.open():
+        learn(a_run)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            patch.setattr(faulthandler, "dump_traceback_later", fail)
+            a_run.tick({})
+            watchdog.progress("step 1")
+        a_run.tick({})
+        wait_until(lambda: steps_logged(a_run) == [50])
+    watchdog.close()
+
+
+def test_a_run_whose_folder_another_run_has_taken_saves_nothing_there(tmp_path):
+    a_run = make_run(tmp_path)
+    with pytest.raises(folder.RunDirBusy), a_run.open():
+        learn(a_run)
+        raise folder.RunDirBusy("in use by another process")
+    assert saved(a_run) == []
 
 
 def test_with_disable_checkpoint_a_save_is_due_once_in_an_interval(tmp_path):
