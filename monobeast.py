@@ -411,7 +411,7 @@ def as_tensors(row: Nest) -> Nest:
 def act(flags: argparse.Namespace, spaces: Spaces, process: ActorProcess) -> None:
     """Run in an actor process: create network and environments, then fill buffers."""
     net = create_net(flags, spaces)
-    if net.bfloat16:
+    if net.bfloat16 is True:  # Without this attribute it is a method of nn.Module.
         net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
     actor = Actor(
         flags,

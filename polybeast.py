@@ -380,7 +380,7 @@ class Weights:
 def copy_for_acting(flags: argparse.Namespace, net: Net) -> Net:
     """Return a copy of the network for one inference thread."""
     net = copy.deepcopy(net).to(flags.actor_device)
-    if net.bfloat16:
+    if net.bfloat16 is True:  # Without this attribute it is a method of nn.Module.
         net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
     return net
 

@@ -110,6 +110,14 @@ def not_a_number(column: Any, value: Any) -> ConfigError:
     )
 
 
+def name_is_taken(name: str, *_: str) -> ConfigError:
+    """Return the exception for a column of a fork with the name of another column."""
+    return ConfigError(
+        f"the log has two columns with the name {name}: give the one in the loss's "
+        "extra another name"
+    )
+
+
 class BusyTime:
     """The share of the time that each stage works between two log rows. Thread-safe."""
 

@@ -26,7 +26,6 @@ import logging
 import math
 import os
 import platform
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +38,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from core import ranks
 from core.errors import ConfigError, Exit, UsageError, one_line
-from core.running.supervise import send_at_parents_end
 
 log = logging.getLogger(__name__)
 
@@ -439,8 +437,6 @@ def train_together(
       LearnerLost: another learner has ended.
     """
     global _current
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, the run stops.
-        send_at_parents_end(signal.SIGTERM)
     if ranks.size() == 1:
         return train(flags)
     _current = learners = _connect(flags)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from core.algorithm import replay, vtrace
-from core.algorithm.counters import not_a_number
+from core.algorithm.counters import name_is_taken, not_a_number
 from core.algorithm.distributions import ActionDistribution
 from core.nests import Nest, leaves, map_nest
 
@@ -36,9 +36,16 @@ class ImpalaLoss(NamedTuple):
     extra: dict[Any, torch.Tensor] = {}  # Shared, so never written to.
 
     def scalars(self) -> dict[Any, torch.Tensor]:
-        """Return all scalars by name, including those in `extra`."""
+        """Return all scalars by name, including those in `extra`.
+
+        Raises:
+          ConfigError: a name in `extra` is that of another scalar.
+        """
         own = self._asdict()
-        return {**own.pop("extra"), **own}
+        extra = own.pop("extra")
+        if clash := own.keys() & {getattr(key, "name", key) for key in extra}:
+            raise name_is_taken(*clash)
+        return {**extra, **own}
 
 
 def compute_policy_gradient_loss(

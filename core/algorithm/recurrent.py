@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An LSTM over rollouts with episode ends in them, without a loop over time."""
+"""An LSTM or GRU over rollouts with episode ends in them, without a loop over time."""
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +20,20 @@ def create_lstm(input_size: int, hidden_size: int) -> nn.LSTM:
 
 
 def unroll_lstm(
-    lstm: nn.LSTM,
+    lstm: nn.LSTM | nn.GRU,
     x: torch.Tensor,
     done: torch.Tensor,
     state: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Run an LSTM over rows with episode ends in them, without a loop over time.
+    """Run an LSTM or GRU over rows with episode ends in them, without a loop over time.
 
     Each column is cut where an episode begins. The pieces run side by side as one
     packed sequence. Each piece starts from a zero state, but the first piece of a
     column starts from the stored state unless an episode begins at row 0.
 
     Args:
-      x: [T, B, features].  done: [T, B] bool.  state: two of [layers, B, hidden].
+      x: [T, B, features].  done: [T, B] bool.
+      state: two tensors [layers, B, hidden], for a GRU one.
 
     Returns:
       [T, B, hidden], and the state after the last row.
@@ -38,7 +41,7 @@ def unroll_lstm(
     T, B, _ = x.shape
     state = tuple(s.masked_fill(done[0].view(1, B, 1), 0.0) for s in state)
     if T == 1 or not done[1:].any():  # Syncs with the device.
-        return lstm(x, state)
+        return _run(lstm, x, state)
 
     # Number the rows column by column: row (t, b) is b * T + t.
     starts = done.T.clone()  # [B, T]
@@ -59,6 +62,13 @@ def unroll_lstm(
     opening = rank[piece[::T]]  # [B]: the packed place of each column's first piece
     closing = rank[piece[T - 1 :: T]]
     starting = tuple(begins.index_copy(1, opening, s) for s in state)
-    out, ending = lstm(packed, starting)
+    out, ending = _run(lstm, packed, starting)
     y = torch.empty_like(out.data).index_copy(0, order, out.data)  # [B*T, hidden]
     return y.view(B, T, -1).transpose(0, 1), tuple(s[:, closing] for s in ending)
+
+
+def _run(lstm: nn.LSTM | nn.GRU, x: Any, state: tuple[torch.Tensor, ...]) -> Any:
+    if isinstance(lstm, nn.LSTM):
+        return lstm(x, state)
+    y, last = lstm(x, *state)
+    return y, (last,)

@@ -48,6 +48,10 @@ class CheckpointError(Exception):
     """A checkpoint could not be written, or no good checkpoint exists."""
 
 
+class NoCheckpoint(CheckpointError):
+    """There is no checkpoint, good or bad."""
+
+
 class CheckpointMismatch(CheckpointError):
     """The checkpoint is good, but of another model or optimizer."""
 
@@ -201,16 +205,19 @@ def load(directory: Path) -> Checkpoint | None:
         return found
 
 
-def load_from(path: Path) -> Checkpoint | None:
+def load_from(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`, or the newest good one of the run there.
 
     A file may have any name.
 
     Raises:
+      NoCheckpoint: there is none.
       CheckpointError: the file is not good, or there is no good checkpoint.
     """
     if not path.is_file():
-        return load(path / "checkpoints") or load(path)
+        if (found := load(path / "checkpoints") or load(path)) is None:
+            raise NoCheckpoint(f"{path} has no checkpoint")
+        return found
     try:
         return _read(path)
     except CheckpointError as error:

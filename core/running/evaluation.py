@@ -248,6 +248,7 @@ def test_run(
         check_spaces(envs.observation_space, envs.action_space)
         net = create_net(envs.observation_space, envs.action_space)
         net.load_state_dict(checkpoint.weights_for(net, found))
+        net.eval()  # No dropout. In a run, actors and learner are in training mode.
         print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")
         video_dir = run_dir / "video" if flags.video else None
         games = play(

@@ -17,6 +17,7 @@ from core.algorithm.learners import LearnerLost, train_together
 from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, UsageError
 from core.running import terminal
 from core.running.checkpoint import CheckpointError, CheckpointMismatch
+from core.running.supervise import send_at_parents_end
 
 
 def run_program(
@@ -47,6 +48,8 @@ def _run(
         try:
             flags = parse_flags(argv)
             if flags.mode == "train":
+                if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, stop.
+                    send_at_parents_end(signal.SIGTERM)
                 stack.enter_context(terminal.never_waiting(c_code=True))
             else:  # So that Ctrl-C closes environments and videos.
                 signal.signal(signal.SIGINT, signal.default_int_handler)

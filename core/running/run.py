@@ -29,6 +29,7 @@ import torch
 
 from core import ranks
 from core.algorithm import learners
+from core.algorithm.counters import name_is_taken
 from core.algorithm.torsos import MLPTorso
 from core.algorithm.update import Learner
 from core.environments.stepping import env_seed
@@ -422,7 +423,10 @@ class Run:
             return
         busy = self._of_all_learners("busy", learner.busy.pop())
         stats = self._of_all_learners("columns", stats)
-        row |= {**learner.counts.averages.pop(), **stats}
+        averages = learner.counts.averages.pop()
+        if clash := row.keys() & {getattr(key, "name", key) for key in averages}:
+            raise name_is_taken(*clash)
+        row |= {**averages, **stats}
         row |= {f"{stage}_busy": share for stage, share in busy.items()}
         row["gpu_utilization"] = gpu_utilization(learner.net)
         # First, since the disk may hang.

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -176,6 +177,23 @@ def test_returns_of_clipped_rewards_are_told(tmp_path, caplog, clipping, told):
 
 
 # ---------------------------------------------------------------- logging and saving
+
+
+def test_a_network_is_tested_without_dropout(savedir, monkeypatch):
+    create_net, nets = monobeast.create_net, []
+
+    def create_and_keep(*args):
+        nets.append(create_net(*args))
+        return nets[-1]
+
+    old = make_run(savedir, xpid="old")
+    old.record({})
+    monkeypatch.setattr(monobeast, "create_net", create_and_keep)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # It stays as it is.
+    flags = ["--mode", "test", "--num_episodes", "1", "--xpid", "old"]
+    assert monobeast.main([*flags, "--savedir", str(savedir)]) == 0
+    assert not any(module.training for module in nets[-1].modules())
+
 
 AT_ONCE = ["--log_interval_s", "0", "--checkpoint_interval_s", "0"]
 
@@ -564,6 +582,19 @@ def test_a_fork_s_column_that_is_no_number_is_named(tmp_path, value, said):
     ]
     with pytest.raises(ConfigError, match=f"my_column was given {said}; expected a nu"):
         learn(a_run)
+
+
+@pytest.mark.parametrize("name", ["step", "learning_rate", "entropy"])
+def test_a_fork_s_column_must_not_have_the_name_of_another(tmp_path, name):
+    a_run = make_run(tmp_path)
+    gradient = a_run.learner.gradient
+    a_run.learner.gradient = lambda *args: [
+        part._replace(extra={name: 7.0}) for part in gradient(*args)
+    ]
+    with pytest.raises(ConfigError, match=f"two columns with the name {name}"):
+        with a_run.open():
+            learn(a_run)
+            a_run.log({})
 
 
 def main(argv: list[str]) -> int:

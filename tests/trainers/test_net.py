@@ -554,6 +554,18 @@ def test_outputs_final_state_and_gradients_equal_the_slow_loop(done):
         torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-8)
 
 
+def test_a_gru_does_what_a_loop_over_rows_does():
+    done = DONES["random 2"]
+    T, B = done.shape
+    gru = nn.GRU(3, 4, dtype=torch.float64)
+    x, h = torch.randn(T, B, 3).double(), torch.randn(1, B, 4).double()
+    y, (last,) = unroll_lstm(gru, x, done, (h,))
+    for t in range(T):
+        expected, h = gru(x[t : t + 1], h.masked_fill(done[t].view(1, B, 1), 0.0))
+        torch.testing.assert_close(y[t : t + 1], expected, atol=1e-10, rtol=1e-8)
+    torch.testing.assert_close(last, h, atol=1e-10, rtol=1e-8)
+
+
 def test_in_float32_it_is_as_close_as_float32_is():
     done = DONES["random 2"]
     lstm, x, state = make_lstm(done)
