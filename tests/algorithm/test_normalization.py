@@ -427,6 +427,17 @@ def test_losses_are_in_units_of_the_deviation():
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_an_infinite_loss_does_not_hide_the_others_of_a_log_row():
+    learner = make_learner(RETURNS)
+    good, bad = (on_policy(learner.net, random_batch(seed=seed)) for seed in range(2))
+    bad["reward"][2, 1] = 1e25
+    learner.update(good, ())
+    learner.update(bad, ())
+    assert (learner.updates, learner.skipped) == (1, 1)
+    row = learner.counts.averages.pop()
+    assert np.isfinite(row["total_loss"] + row["grad_norm"] + row["return_std"])
+
+
 def test_a_batch_without_a_transition_is_left_out_of_the_averages():
     learner = make_learner(RETURNS)
     batch = on_policy(learner.net, random_batch())

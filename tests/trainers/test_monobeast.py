@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MonoBeast: acting and learning, against rollouts that arithmetic can check."""
 
-import math
-
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -206,8 +204,6 @@ def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run(
     for _ in range(9):
         learner.update(bad, ())
     assert (learner.updates, learner.skipped) == (1, 9)
-    row = learner.counts.averages.pop()  # Of the good update alone.
-    assert math.isfinite(row["total_loss"] + row["grad_norm"] + row["return_std"])
     with pytest.raises(FloatingPointError, match="10 .* batch: observation"):
         learner.update(bad, ())
     learner.update(bad, ())  # By another thread: no second failure.

@@ -148,9 +148,9 @@ def test_the_learners_of_a_torchrun_that_is_killed_stop(tmp_path):
         wait_until(lambda: ended([learner]))
     finally:
         torchrun.kill()
-        torchrun.communicate()
         if not ended([learner]):
             learner.kill()
+        torchrun.communicate()
     assert checkpoint.load(tmp_path / "x" / "checkpoints").step > 0
 
 
