@@ -545,7 +545,7 @@ def create_pool(
     max_streams: int,
     welcome: messages.Welcome,
     state: Any,
-    **start: Any,
+    **options: Any,
 ) -> tuple[
     libtorchbeast.BatchingQueue, libtorchbeast.DynamicBatcher, libtorchbeast.ActorPool
 ]:
@@ -554,7 +554,8 @@ def create_pool(
     Args:
       max_streams: how many streams to servers there may be at a time.
       state: the recurrent state of one environment at the start of an episode.
-      start: `run_id` and `first_incarnation`, which the servers receive.
+      options: `run_id` and `first_incarnation`, which the servers receive; and
+        `servers_may_change`.
     """
     on_gpu = "cuda" in flags.learner_device + flags.actor_device
     allocate = allocate_page_locked if on_gpu else None
@@ -579,7 +580,7 @@ def create_pool(
         named_rows=True,
         inference_keys=NET_INPUTS,
         **pool.stream_options(flags, welcome),
-        **start,
+        **options,
     )
     return learner_queue, inference_batcher, actors
 
@@ -600,6 +601,7 @@ def train_async(
         learner.net.initial_state(batch_size=1),
         run_id=f"{flags.xpid} ({run_id})",
         first_incarnation=run.first_incarnation,
+        servers_may_change=servers.may_change,
     )
     replay = create_replay(flags, learner.updates)
     weights = Weights(learner.net, flags.actor_device)

@@ -35,8 +35,11 @@ struct PoolOptions {
   // have any.
   std::vector<wire::ValueRange> value_ranges;
   // The Welcome of the server that the agent was made for. A server that
-  // differs from it ends the run. None: the first server to connect decides.
+  // differs from it does not fit. None: the first server to connect decides.
   std::optional<wire::Welcome> welcome;
+  // Whether set_addresses may bring servers that nobody knew at the start. If
+  // so, a server that does not fit is refused; otherwise it ends the run.
+  bool servers_may_change = false;
   std::vector<std::string> info_keys;  // Sent in the Hello, like the next four.
   uint64_t seed = 0;
   std::string run_id;
@@ -152,6 +155,11 @@ struct PoolStats {
 // after a permanent failure, or after max_failures failures of one stream in a
 // row. If the stream has ever finished a rollout, it may fail four times as
 // often (as in core.running.supervise.RestartBudget).
+//
+// With servers_may_change, a permanent failure ends only its stream once any
+// server has been welcomed: the stream asks its server again after a long wait.
+// Before that it counts as any other failure, because the first server may just
+// be connecting.
 class ActorPool {
  public:
   // Throws std::invalid_argument.

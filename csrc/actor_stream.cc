@@ -16,6 +16,9 @@ namespace torchbeast {
 namespace {
 
 constexpr double kMaxBackoffS = 1.0;
+// The wait before a server that does not fit is asked again: somebody must
+// start it with other flags first.
+constexpr int kRefusedBackoffS = 60;
 // A stream that has finished a rollout before may fail this many times
 // max_failures (as in core.running.supervise.RestartBudget).
 constexpr int kPatience = 4;
@@ -496,12 +499,21 @@ void ActorStream::give_up_locked() {
 
 void ActorStream::count_failure_locked(const std::string& why, bool permanent) {
   ++run_.failures_;
+  const std::string where = describe_locked() + ": ";
+  const bool may_change = run_.options_.servers_may_change;
+  if (permanent && may_change && run_.connects_ > 0) {
+    life_->refused = true;
+    run_.add_event_locked(where +
+                          "refused; the run goes on without it and asks it "
+                          "again within " +
+                          std::to_string(kRefusedBackoffS) + " s: " + why);
+    return;
+  }
   ++failures_;
   const int64_t limit =
       int64_t{run_.options_.max_failures} * (has_finished_ ? kPatience : 1);
-  const std::string where = describe_locked() + ": ";
   run_.add_event_locked(where + why);
-  if (permanent) {
+  if (permanent && (!may_change || failures_ >= limit)) {
     run_.fail_locked(std::make_exception_ptr(ServerMismatch(where + why)));
   } else if (failures_ >= limit) {
     run_.fail_locked(std::make_exception_ptr(ActorError(
@@ -521,6 +533,7 @@ void ActorStream::finish_close_locked() {
   double delay_s = std::min(
       run_.options_.first_backoff_s * std::exp2(std::max(attempts_ - 1, 0)),
       kMaxBackoffS);
+  if (life_->refused) delay_s = kRefusedBackoffS;
   // A random delay, so that the streams of a server do not all come at once.
   delay_s *= std::uniform_real_distribution(0.5, 1.0)(run_.random_);
   state_ = StreamState::kWaitingToConnect;

@@ -95,6 +95,7 @@ class ActorStream final : public StreamEvents {
     bool welcomed = false;  // A Welcome has come, and the stream has not ended.
     bool closing = false;  // The pool has given the stream up. Ignore messages.
     bool closed = false;   // on_closed has come.
+    bool refused = false;  // Its server does not fit: connect again much later.
     Clock::time_point asked_at = {};  // When it began to wait for its server.
 
     Rollout rollout = {};  // Written by the owner with the lock held.

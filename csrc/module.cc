@@ -127,7 +127,7 @@ std::shared_ptr<ActorPool> make_actor_pool(
     int max_failures, double step_timeout_s, double keepalive_s,
     int num_threads, std::optional<PemFiles> tls,
     const std::vector<PyValueRange>& value_ranges, size_t max_streams,
-    int64_t num_envs, const std::string& welcome) {
+    int64_t num_envs, const std::string& welcome, bool servers_may_change) {
   for (const auto& address : env_server_addresses) check_address(address);
   PoolOptions options;
   options.unroll_length = unroll_length;
@@ -137,6 +137,7 @@ std::shared_ptr<ActorPool> make_actor_pool(
   options.max_streams = max_streams;
   options.num_envs = num_envs;
   options.welcome = to_welcome(welcome);
+  options.servers_may_change = servers_may_change;
   options.initial_agent_state = to_nest(initial_agent_state);
   options.named_rows = named_rows;
   options.inference_keys = std::move(inference_keys);
@@ -344,7 +345,8 @@ void bind_actor_pool(py::module_& m) {
            py::arg("keepalive_s") = kDefaultKeepaliveS,
            py::arg("num_threads") = 1, py::arg("tls") = py::none(),
            py::arg("value_ranges") = py::tuple(), py::arg("max_streams") = 0,
-           py::arg("num_envs") = 1, py::arg("welcome") = py::bytes())
+           py::arg("num_envs") = 1, py::arg("welcome") = py::bytes(),
+           py::arg("servers_may_change") = false)
       .def(
           "run",  // Blocks.
           [](const Pool& self) { call_without_gil([&] { self->run(); }); },

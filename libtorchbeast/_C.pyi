@@ -215,9 +215,12 @@ class ActorPool:
         loses its stream.
       max_streams: the largest number of streams at a time. 0: as many as there are
         env_server_addresses.
-      num_envs: K. A server with another number ends the run.
+      num_envs: K. A server with another number does not fit.
       welcome: what `describe` returned for the server that the model was made for. A
-        server that differs ends the run. b"": the first server that connects decides.
+        server that differs does not fit. b"": the first server that connects decides.
+      servers_may_change: whether `set_addresses` may bring servers that nobody knew at
+        the start. If so, a server that does not fit is refused, and asked again after
+        a minute. If not, it ends the run.
 
     Raises:
       TypeError, ValueError: an argument does not make sense, or no multiple of K is a
@@ -249,6 +252,7 @@ class ActorPool:
         max_streams: int = 0,
         num_envs: int = 1,
         welcome: bytes = b"",
+        servers_may_change: bool = False,
     ) -> None: ...
     def run(self) -> None:
         """Play until `stop()`, or until a queue is closed. Blocks. Once only.

@@ -383,6 +383,59 @@ TEST(a_permanent_failure_ends_the_run_with_the_servers_words) {
   CHECK(stats.states.at(0) == StreamState::kStopped);
 }
 
+TEST(a_server_that_does_not_fit_is_refused_if_servers_may_change) {
+  RigOptions options;
+  options.addresses = {"a"};
+  options.max_streams = 2;
+  options.max_failures = 1;
+  options.servers_may_change = true;
+  Rig rig(options);
+  rig.start();
+  Player first(rig.network->accept());
+  first.greet();
+  play(rig, first, 3);
+  rig.pool->set_addresses({"a", "b"});
+  const auto second = rig.network->accept();
+  second->receive();
+  fake::WelcomeOptions other;
+  other.env = "Other";
+  second->send(fake::welcome(other));
+  rig.wait_for(StreamState::kWaitingToConnect, 1);
+  const auto events = rig.pool->take_events();
+  CHECK_EQ(events.size(), 1u);
+  CHECK(events[0].starts_with("b (stream 1"));
+  CHECK(events[0].find("refused; the run goes on without it and asks it again "
+                       "within 60 s: this server differs from a: env is "
+                       "'Other', expected 'Counting'") != std::string::npos);
+
+  // The same for a permanent failure. Another server is asked at once.
+  play(rig, first, 3);
+  first.connection->send(fake::failure("no ROM", true));
+  rig.wait_for(StreamState::kWaitingToConnect, 0);
+  rig.pool->set_addresses({"c"});
+  Player third(rig.network->accept());
+  third.greet();
+  play(rig, third, 3);
+  CHECK_EQ(rig.network->num_dialled(), 0u);
+  CHECK_EQ(rig.pool->stats().failures, 2);
+  CHECK(is_balanced(rig.pool->stats()));
+}
+
+TEST(a_first_server_that_does_not_fit_has_some_tries_if_servers_may_change) {
+  RigOptions options;
+  options.max_failures = 3;
+  options.servers_may_change = true;
+  Rig rig(options);
+  rig.start();
+  for (int i = 0; i < 3; ++i) {
+    const auto connection = rig.network->accept();
+    connection->receive();
+    connection->send(fake::failure("no ROM", true));
+  }
+  CHECK_THROWS(ServerMismatch, "the server reports a failure: no ROM",
+               rig.running.get());
+}
+
 TEST(failures_in_a_row_end_the_run) {
   RigOptions options;
   options.max_failures = 3;

@@ -203,6 +203,7 @@ struct RigOptions {
   std::vector<std::string> inference_keys;
   std::vector<wire::ValueRange> value_ranges;
   std::optional<wire::Welcome> welcome;
+  bool servers_may_change = false;
   int max_failures = 5;
   double step_timeout_s = 0;
   int num_threads = 2;
@@ -229,6 +230,7 @@ struct Rig {
     pool_options.inference_keys = options.inference_keys;
     pool_options.value_ranges = options.value_ranges;
     pool_options.welcome = options.welcome;
+    pool_options.servers_may_change = options.servers_may_change;
     pool_options.info_keys = {"game_return"};
     pool_options.seed = 23;
     pool_options.run_id = "run";

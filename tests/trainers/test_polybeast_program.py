@@ -501,6 +501,26 @@ def test_servers_that_differ_end_the_run_with_a_checkpoint(
     assert load(run_dir).step >= 0
 
 
+def test_a_newcomer_that_differs_is_refused_and_the_run_goes_on(
+    train, serve, run_dir, folder, tmp_path
+):
+    addresses = [f"unix:{folder}/{env}" for env in ("Catch", "Memory")]
+    for env, address in zip(("Catch", "Memory"), addresses):
+        flags = ["--num_servers", 1, "--streams_per_server", 1, "--envs_per_stream", K]
+        serve("--env", env, "--server_address", address, *flags)
+    hosts = tmp_path / "hosts"
+    hosts.write_text(addresses[0])
+    program = train(*SIZES, "--server_addresses", f"@{hosts}", "--total_steps", ENDLESS)
+    program.wait_for(lambda: num_rows(run_dir) >= 1)
+    hosts.write_text("\n".join(addresses))
+    program.wait_for_text("refused; the run goes on without it")
+    rows = num_rows(run_dir)
+    program.wait_for(lambda: num_rows(run_dir) >= rows + 3)
+    said = stop(program)
+    refused = rf"WARNING *{addresses[1]} \(stream 1, .*refused; .*this server differs"
+    assert re.search(refused + ".*env is 'Memory', expected 'Catch'", said), said
+
+
 def test_frames_options_and_the_runs_name_are_as_the_servers_say(
     start, tmp_path, folder
 ):
