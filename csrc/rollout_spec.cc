@@ -470,6 +470,16 @@ void check_same(const EnvSpec& spec, const wire::Welcome& welcome) {
         difference("action array", first.action_arrays, welcome.action_arrays);
   }
   if (text.empty()) text = difference(first.options, welcome.options);
+  if (text.empty() && welcome.frames_per_step != first.frames_per_step) {
+    text = "frames_per_step is " + std::to_string(welcome.frames_per_step) +
+           ", expected " + std::to_string(first.frames_per_step);
+  }
+  if (text.empty() && welcome.observation != first.observation) {
+    text = "its observation space has other bounds or another number of values";
+  }
+  if (text.empty() && welcome.action != first.action) {
+    text = "its action space has other bounds or another number of values";
+  }
   if (text.empty()) return;
   throw ActorError("this server differs from " + spec.address + ": " + text);
 }

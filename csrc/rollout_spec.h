@@ -99,7 +99,7 @@ void check_values(const EnvSpec& spec, const Segments& message,
                   const wire::Step& step);
 
 // Throws ActorError, naming the difference, if the server of `welcome` differs
-// from the first one in environment or arrays.
+// from the first one in environment, arrays or spaces.
 void check_same(const EnvSpec& spec, const wire::Welcome& welcome);
 
 // The agent's part of a rollout, made from the agent's first answer.

@@ -25,7 +25,7 @@ inline constexpr uint32_t kProtocol = 1;
 
 // Limits of a Welcome. A Welcome that exceeds one is malformed.
 inline constexpr size_t kMaxArrays = 4096;
-inline constexpr size_t kMaxDepth = 16;  // Keys of a path.
+inline constexpr size_t kMaxDepth = 16;  // Keys of a path; nested spaces.
 inline constexpr size_t kMaxRank = 16;
 inline constexpr size_t kMaxKeyBytes = 256;  // Of one key.
 inline constexpr size_t kMaxOptions = 64;
@@ -80,6 +80,11 @@ struct Welcome {
   uint32_t protocol = 0;
   std::string env;
   uint32_t num_envs = 0;
+  uint32_t frames_per_step = 0;
+  // The spaces, in an encoding that is the same for the same space: messages of
+  // different servers may differ. Only for comparison.
+  std::string observation;
+  std::string action;
   std::vector<ArraySpec> step_arrays;
   std::vector<ArraySpec> action_arrays;
   // Options of the environments: name and encoded value.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import gymnasium as gym
 import numpy as np
 
 from core.nests import map_nest
@@ -390,6 +391,10 @@ TO_LEARNER = {
         comes_first=False,
     ),
     "fewer arrays": _differs("step array 0", step_arrays=()),
+    "frames per step": _differs("frames_per_step is 5, expected 1", frames_per_step=5),
+    "action space": _differs(
+        "its action space has other bounds", action=gym.spaces.Discrete(97)
+    ),
     # Steps.
     "step before the welcome": LearnerCase(
         lambda honest: [honest.step()], "a Step before the Welcome"

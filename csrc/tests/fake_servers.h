@@ -133,6 +133,9 @@ struct WelcomeOptions {
   uint64_t protocol = 1;
   std::string env = "Counting";
   uint64_t num_envs = 1;
+  uint64_t frames_per_step = 4;
+  std::string observation = bytes(2, number(1, 2 * 300));  // A Discrete.
+  std::string action = bytes(2, number(1, 2 * 300));
   std::vector<std::string> step_arrays = {
       array({"observation", "count"}, "int64", {3}),
       array({"observation", "frame"}, "uint8", {kFrames}, true),
@@ -147,11 +150,13 @@ struct WelcomeOptions {
   std::vector<std::string> options = {option("frame_skip", 4)};
 };
 
-// Has fields that wire.cc skips: 2, 6 and 7, and 3, which older servers send.
+// Has fields that wire.cc skips: 2 and 6, and 3, which older servers send.
 inline std::string welcome(const WelcomeOptions& options) {
   std::string out = number(1, options.protocol) + bytes(2, "0.0") +
                     bytes(3, std::string(16, 'i')) + bytes(4, options.env) +
-                    number(5, options.num_envs) + number(6, 1) + number(7, 4);
+                    number(5, options.num_envs) + number(6, 1) +
+                    number(7, options.frames_per_step) +
+                    bytes(8, options.observation) + bytes(9, options.action);
   for (const std::string& spec : options.step_arrays) out += bytes(10, spec);
   for (const std::string& spec : options.action_arrays) out += bytes(11, spec);
   for (const std::string& one : options.options) out += bytes(12, one);

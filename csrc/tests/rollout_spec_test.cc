@@ -225,6 +225,18 @@ TEST(all_servers_must_welcome_alike) {
   options.options = {fake::option("frame_skip", 4), fake::option("a", 1)};
   check_second_welcome(options,
                        "option 'a' of the environment is 1, expected none");
+  options = {};
+  options.frames_per_step = 1;
+  check_second_welcome(options, "frames_per_step is 1, expected 4");
+  options = {};
+  options.observation = fake::bytes(2, fake::number(1, 2 * 301));
+  check_second_welcome(
+      options,
+      "its observation space has other bounds or another number of values");
+  options = {};
+  options.action = fake::bytes(2, fake::number(1, 2 * 301));
+  check_second_welcome(
+      options, "its action space has other bounds or another number of values");
 }
 
 // --- Agents that do not fit --------------------------------------------------

@@ -226,6 +226,52 @@ TEST(options_are_kept_by_name_and_have_limits) {
   CHECK_THROWS(DecodeError, "more than 64 options", read(many));
 }
 
+TEST(spaces_compare_however_they_are_written) {
+  using fake::bytes;
+  using fake::number;
+  const auto read = [](const std::string& space) {
+    fake::WelcomeOptions welcome;
+    welcome.action = space;
+    return read_welcome(fake::welcome(welcome)).action;
+  };
+  // Of uint8 [2]: dtype, shape, low, high.
+  const auto box = [](const std::string& shape, const std::string& low,
+                      const std::string& high) {
+    return bytes(1, bytes(1, "uint8") + shape + bytes(3, low) + bytes(4, high));
+  };
+  const std::string packed = bytes(2, "\2");
+  CHECK_EQ(read(box(packed, "a", "z")), read(box(packed, "aa", "zz")));
+  CHECK_EQ(read(box(packed, "a", "z")), read(box(number(2, 2), "a", "z")));
+  CHECK(read(box(packed, "a", "z")) != read(box(packed, "a", "zy")));
+  CHECK(read(box(packed, "a", "z")) != read(box(packed, "b", "z")));
+  CHECK(read(box(packed, "a", "z")) != read(box(bytes(2, "\3"), "a", "z")));
+
+  const std::string two = bytes(2, number(1, 4));
+  const std::string three = bytes(2, number(1, 6));
+  CHECK_EQ(read(two), read(bytes(2, number(1, 4) + number(2, 0))));
+  CHECK(read(two) != read(bytes(2, number(1, 4) + number(2, 2))));
+  CHECK(read(two) != read(three));
+  CHECK(read(bytes(4, bytes(1, "\2"))) != read(bytes(3, bytes(1, "\2"))));
+  CHECK_EQ(read(bytes(4, number(1, 2) + number(1, 3))),
+           read(bytes(4, bytes(1, "\2\3"))));
+
+  const auto entry = [](const std::string& key, const std::string& space) {
+    return bytes(1, bytes(1, key) + bytes(2, space));
+  };
+  CHECK_EQ(read(bytes(5, entry("a", two) + entry("b", three))),
+           read(bytes(5, entry("b", three) + entry("a", two))));
+  CHECK(read(bytes(5, entry("a", two) + entry("b", three))) !=
+        read(bytes(5, entry("a", three) + entry("b", two))));
+  CHECK(read(bytes(6, bytes(1, two) + bytes(1, three))) !=
+        read(bytes(6, bytes(1, three) + bytes(1, two))));
+
+  std::string deep = two;
+  for (size_t i = 0; i < wire::kMaxDepth; ++i) deep = bytes(6, bytes(1, deep));
+  CHECK(!read(deep).empty());
+  CHECK_THROWS(DecodeError, "a space is nested too deeply",
+               read(bytes(6, bytes(1, deep))));
+}
+
 TEST(values_of_options_are_described_as_python_writes_them) {
   const auto number = [](double value) {
     return fake::varint(3 << 3 | 1) + fake::raw(value);
