@@ -3,9 +3,8 @@
 // Lock order: no thread holds GrpcTransport::mu_ and GrpcStream::mu_ together.
 // A thread may hold either one when it calls gRPC, which does not call back.
 
-#include "transport_grpc.h"
-
 #include <absl/synchronization/mutex.h>
+#include <grpcpp/alarm.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 
@@ -27,6 +26,7 @@
 #include "errors.h"
 #include "interrupt.h"
 #include "text.h"
+#include "transport_grpc.h"
 
 namespace torchbeast {
 namespace {
@@ -47,6 +47,10 @@ constexpr double kMinKeepaliveS = 0.01;
 constexpr double kMaxKeepaliveS = 1e6;
 
 constexpr int kMaxFrameBytes = (1 << 24) - 1;  // The maximum of HTTP/2.
+
+// A server that ends a stream resets it, too, so the Write in progress ends
+// soon. It would never end if a server did not.
+constexpr auto kWriteGrace = std::chrono::seconds(1);
 
 constexpr auto kDescribeRetry = std::chrono::milliseconds(100);
 
@@ -188,10 +192,12 @@ class GrpcTransport;
 // operation has come back through the completion queue.
 //
 // The operations are: StartCall; then one Read at a time and one Write at a
-// time; after one of them has failed and all have come back, Finish. All of
-// them complete in the one thread of the stream's completion queue, so the
-// callbacks of StreamEvents come one after the other. mu_ guards the members
-// that other threads use, too.
+// time; after one of them has failed and all have come back, Finish. If the
+// Write does not come back, the stream is cancelled, but only after
+// kWriteGrace: its status would be CANCELLED instead of the server's reason.
+// All of them complete in the one thread of the stream's completion queue, so
+// the callbacks of StreamEvents come one after the other. mu_ guards the
+// members that other threads use, too.
 class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
  public:
   GrpcStream(GrpcTransport* transport, StreamEvents* events,
@@ -216,6 +222,7 @@ class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
   void on_started(bool ok);
   void on_read(bool ok);
   void on_written(bool ok);
+  void on_grace_over(bool ok);
   void on_finished(bool ok);
   void read();
   void write_locked();
@@ -233,6 +240,8 @@ class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
   grpc::ByteBuffer received_;
   grpc::Status status_;
   bool reading_ = false;
+  grpc::Alarm grace_;
+  bool in_grace_ = false;  // `grace_` is set, and has not come back.
 
   std::mutex mu_;
   std::deque<std::string> to_send_;  // Guarded by mu_.
@@ -243,6 +252,7 @@ class GrpcStream : public std::enable_shared_from_this<GrpcStream> {
   Operation start_op_{this, &GrpcStream::on_started};
   Operation read_op_{this, &GrpcStream::on_read};
   Operation write_op_{this, &GrpcStream::on_written};
+  Operation grace_op_{this, &GrpcStream::on_grace_over};
   Operation finish_op_{this, &GrpcStream::on_finished};
 };
 
@@ -367,7 +377,20 @@ void GrpcStream::on_read(bool ok) {
   {
     std::lock_guard lock(mu_);
     ended_ = true;
-    if (writing_) cancel();  // The server may never read the message.
+    in_grace_ = writing_;
+  }
+  if (in_grace_) {
+    grace_.Set(queue_, std::chrono::system_clock::now() + kWriteGrace,
+               &grace_op_);
+  }
+  finish_if_idle();
+}
+
+void GrpcStream::on_grace_over(bool) {
+  in_grace_ = false;
+  {
+    std::lock_guard lock(mu_);
+    if (writing_) cancel();
   }
   finish_if_idle();
 }
@@ -379,13 +402,14 @@ void GrpcStream::on_written(bool ok) {
     // If this Write has failed, the Read will fail, too, and set ended_.
     if (ok && !ended_ && !to_send_.empty()) write_locked();
   }
+  if (in_grace_) grace_.Cancel();  // It comes back at once.
   finish_if_idle();
 }
 
 void GrpcStream::finish_if_idle() {
   {
     std::lock_guard lock(mu_);
-    if (!ended_ || writing_ || reading_) return;
+    if (!ended_ || writing_ || reading_ || in_grace_) return;
   }
   call_->Finish(&status_, &finish_op_);
 }
