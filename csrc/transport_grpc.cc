@@ -3,6 +3,8 @@
 // Lock order: no thread holds GrpcTransport::mu_ and GrpcStream::mu_ together.
 // A thread may hold either one when it calls gRPC, which does not call back.
 
+#include "transport_grpc.h"
+
 #include <absl/synchronization/mutex.h>
 #include <grpcpp/alarm.h>
 #include <grpcpp/generic/generic_stub.h>
@@ -26,7 +28,6 @@
 #include "errors.h"
 #include "interrupt.h"
 #include "text.h"
-#include "transport_grpc.h"
 
 namespace torchbeast {
 namespace {
@@ -52,7 +53,9 @@ constexpr int kMaxFrameBytes = (1 << 24) - 1;  // The maximum of HTTP/2.
 // soon. It would never end if a server did not.
 constexpr auto kWriteGrace = std::chrono::seconds(1);
 
-constexpr auto kDescribeRetry = std::chrono::milliseconds(100);
+// How long describe() waits before it says that nobody answers at an address:
+// its caller may ask again and again.
+constexpr auto kUnavailablePause = std::chrono::milliseconds(100);
 
 bool is_unix(const std::string& address) {
   return address.starts_with("unix:");
@@ -546,38 +549,24 @@ std::string describe(const std::string& address, const std::string& hello,
   }
   constexpr double kForeverS = 1e9;  // gRPC's clock overflows above this.
   timeout_s = std::min(timeout_s, kForeverS);
-  const auto deadline = Clock::now() + seconds(timeout_s);
   grpc::ByteBuffer welcome;
   grpc::Status status;
-  while (true) {
-    grpc::Status last;
-    {
-      OneCall one_call;
-      one_call.context.set_deadline(std::chrono::system_clock::now() +
-                                    (deadline - Clock::now()));
-      grpc::GenericStub stub(
-          make_channel(address, kDefaultKeepaliveS, tls, kMaxMessageBytes));
-      const auto call =
-          stub.PrepareUnaryCall(&one_call.context, kDescribeMethod,
-                                to_buffer(hello), &one_call.queue);
-      call->StartCall();
-      call->Finish(&welcome, &last, &one_call.queue);
-      one_call.wait();
-    }
-    // If the time is over in the middle of an attempt, keep the reason why the
-    // attempt before has failed.
-    if (last.error_code() != grpc::StatusCode::DEADLINE_EXCEEDED ||
-        status.ok()) {
-      status = last;
-    }
-    const bool is_away = last.error_code() == grpc::StatusCode::UNAVAILABLE;
-    if (!is_away || Clock::now() + kDescribeRetry > deadline) break;
-    std::this_thread::sleep_for(kDescribeRetry);
-    if (interrupt_check) interrupt_check();
-  }
+  OneCall one_call;
+  one_call.context.set_deadline(std::chrono::system_clock::now() +
+                                seconds(timeout_s));
+  grpc::GenericStub stub(
+      make_channel(address, kDefaultKeepaliveS, tls, kMaxMessageBytes));
+  const auto call = stub.PrepareUnaryCall(&one_call.context, kDescribeMethod,
+                                          to_buffer(hello), &one_call.queue);
+  call->StartCall();
+  call->Finish(&welcome, &status, &one_call.queue);
+  one_call.wait();
   if (!status.ok()) {
     const std::string text = "The environment server " + address +
                              " does not say what it serves: " + to_text(status);
+    if (status.error_code() == grpc::StatusCode::UNAVAILABLE) {
+      std::this_thread::sleep_for(kUnavailablePause);
+    }
     if (is_transient(status)) throw ServerUnavailable(text);
     throw ServerMismatch(text);
   }

@@ -42,9 +42,9 @@ std::unique_ptr<Transport> make_grpc_transport(
     std::optional<Tls> tls = {});
 
 // Asks the server at `address` for its Welcome: sends an encoded Hello to
-// /torchbeast.EnvServer/Describe and returns the encoded Welcome. While the
-// server cannot be reached, tries again for `timeout_s`. Throws
-// ServerUnavailable or ServerMismatch with the address and the reason. Blocks.
+// /torchbeast.EnvServer/Describe and returns the encoded Welcome. Throws
+// ServerUnavailable or ServerMismatch with the address and the reason, at the
+// latest after `timeout_s`; soon if the server refuses the connection. Blocks.
 std::string describe(const std::string& address, const std::string& hello,
                      double timeout_s, const std::optional<Tls>& tls = {});
 

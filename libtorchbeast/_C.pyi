@@ -264,8 +264,8 @@ class ActorPool:
         because the main loop of a TorchBeast learner of 2019 only asks for sizes.
 
         Raises:
-          ServerMismatch: a server's protocol, environment or number of environments
-            is not what it must be.
+          ServerMismatch: a server's protocol, environment, spaces or number of
+            environments is not what it must be (see servers_may_change).
           ActorError: a server failed max_failures times in a row. That it shows a
             wrong certificate, or none, is a failure too.
           AsyncError: an inference batch was dropped.
@@ -328,7 +328,7 @@ def describe(
 ) -> bytes:
     """Return the Welcome of the server at `address`; for `decode_welcome`. Blocks.
 
-    A server that is not there yet is tried again until the time is up.
+    If there is no server yet, the call fails soon: ask again.
 
     Args:
       tls: as for ActorPool.

@@ -24,9 +24,9 @@ T, K = 5, 3  # Steps of a rollout, environments of a stream.
 MORE_STEPS = 50  # Of honest servers.
 
 
-def describe(address: str, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
+def describe(address: str) -> dict[str, Any]:
     try:
-        raw = libtorchbeast.describe(address, timeout_s=timeout_s)
+        raw = libtorchbeast.describe(address, timeout_s=DEADLINE_S)
         welcome = codec.decode_welcome(raw)
     except (messages.WireError, libtorchbeast.ActorError) as error:
         return {"error": str(error)}
@@ -103,7 +103,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "describe" in request:
-            answer = describe(request.pop("describe"), **request)
+            answer = describe(request["describe"])
         else:
             answer = play(request.pop("play"), **request)
         print(json.dumps(answer), flush=True)

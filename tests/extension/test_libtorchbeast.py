@@ -1112,15 +1112,16 @@ def test_describe_refuses_a_time_limit_that_is_none(timeout_s):
         libtorchbeast.describe(NO_SERVER, timeout_s=timeout_s)
 
 
-def test_describe_without_a_time_limit_waits_for_the_server(tmp_path, background):
+def test_describe_ends_soon_if_nobody_listens_at_the_address(tmp_path, background):
     address = f"unix:{tmp_path}/late"
     describe = functools.partial(libtorchbeast.describe, timeout_s=math.inf)
-    asked = background(describe, address)
+    with pytest.raises(libtorchbeast.ServerUnavailable, match=f"{address} does not "):
+        background(describe, address).result(DEADLINE_S)
     server = env_server.Server(toys.Catch, address, num_envs=1, num_streams=1)
     server.start()
     running = background(server.run)
     try:
-        codec.decode_welcome(asked.result(DEADLINE_S))
+        codec.decode_welcome(background(describe, address).result(DEADLINE_S))
     finally:
         server.stop()
         running.result(DEADLINE_S)

@@ -377,7 +377,11 @@ def test_servers_elsewhere_may_come_late_and_come_again(
     flags = ["--env", "Catch", "--server_address", first, "--num_servers", N]
     flags += ["--streams_per_server", 1, "--envs_per_stream", K]
     servers = serve(*flags)
-    program.wait_for(lambda: num_rows(run_dir))
+
+    def are_all_connected() -> bool:
+        return num_rows(run_dir) > 0 and int(log_rows(run_dir)[-1]["streams"]) == N
+
+    program.wait_for(are_all_connected)
     assert meta(run_dir)["flags"]["env"] == "Catch"
 
     servers.terminate()
