@@ -8,7 +8,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -109,19 +109,28 @@ def names(text: str) -> tuple[str, ...]:
     return result
 
 
-def to_argv(flags: argparse.Namespace, keys: Sequence[str]) -> list[str]:
-    """Return the command line that sets the flags `keys` to their values in `flags`."""
+def to_argv(flags: argparse.Namespace, actions: Iterable[argparse.Action]) -> list[str]:
+    """Return the command line that sets the flags `actions` as in `flags`.
+
+    Flags with their default are left out.
+    """
     argv = []
-    for key in keys:
-        match getattr(flags, key):
-            case None:
-                pass
-            case bool(value):
-                argv.append(f"--{key}" if value else f"--no-{key}")
-            case tuple(value):
-                argv.append(f"--{key}={','.join(value)}")
-            case value:
-                argv.append(f"--{key}={value}")
+    for action in actions:
+        value, name = getattr(flags, action.dest), action.option_strings[0]
+        if value is None or value == action.default:
+            continue
+        match value:
+            case bool():
+                # The last name of a flag with an opposite is --no-NAME.
+                argv.append(name if value else action.option_strings[-1])
+            case tuple():
+                argv.append(f"{name}={','.join(map(str, value))}")
+            case list() if action.nargs is not None:
+                argv += [name, *map(str, value)]
+            case list():
+                argv += [f"{name}={one}" for one in value]
+            case _:
+                argv.append(f"{name}={value}")
     return argv
 
 

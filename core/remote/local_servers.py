@@ -13,7 +13,7 @@ import time
 from core import flag_types
 from core.errors import ConfigError, Exit
 from core.remote import child
-from core.remote.server_flags import SERVER_FLAGS
+from core.remote.server_flags import passed_on
 from core.remote.supervisor import DELIVERED_STEPS
 from core.running import terminal
 from core.running.supervise import (
@@ -49,7 +49,7 @@ class LocalServers:
             basename = f"unix:{self._folder}/env"
             command += ["--remove_folder"]  # In case this process is killed.
         self.addresses = tuple(f"{basename}.{i}" for i in range(flags.num_servers))
-        command += flag_types.to_argv(flags, SERVER_FLAGS)
+        command += flag_types.to_argv(flags, passed_on())
         command += ["--pipes_basename", basename]
         self._command = command
         self._budget = RestartBudget()

@@ -10,7 +10,7 @@ from typing import Any
 from core.flag_types import divisor, int_at_least, number
 from core.remote import tls
 from core.rollout import new_rollouts
-from core.running.common_flags import ATARI_FLAGS, has_remote_servers
+from core.running.common_flags import environment_flags, has_remote_servers
 from core.running.machine import num_cores
 
 ENVS_PER_STREAM = 8
@@ -21,18 +21,10 @@ MAX_RANGE = 1 << 16  # Addresses in a range, so that a typing error fills no mem
 MAX_UNIX_PATH = 107  # Bytes: the limit of Linux, as in csrc/transport_grpc.cc.
 STREAMS_PER_SERVER = 2  # One stream steps while the other waits for its actions.
 
-# Flags that the learner passes on to the servers that it starts.
-SERVER_FLAGS = (
-    "env",
-    *ATARI_FLAGS,
-    "num_servers",
-    "envs_per_stream",
-    "streams_per_server",
-    "env_step_timeout_s",
-    "keepalive_s",
-    "recycle_games",
-)
-# The SERVER_FLAGS that a learner may also have with --server_addresses or --listen.
+# The flags of `add_server_flags` that the learner passes on to its own servers.
+SERVER_FLAGS = ("num_servers", "envs_per_stream", "streams_per_server", "keepalive_s")
+# The flags of its own servers that a learner may also have with --server_addresses or
+# --listen.
 LEARNER_FLAGS = ("env", "env_step_timeout_s", "keepalive_s")
 
 
@@ -246,6 +238,14 @@ def add_server_flags(group: Any) -> None:
     )
 
 
+def passed_on() -> list[argparse.Action]:
+    """Return the flags that the learner passes on to the servers that it starts."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_server_flags(parser)
+    ours = [action for action in parser._actions if action.dest in SERVER_FLAGS]
+    return [*environment_flags(), *ours]
+
+
 def check_tls_flags(
     parser: argparse.ArgumentParser,
     flags: argparse.Namespace,
@@ -336,7 +336,8 @@ def check_server_addresses(
     if flags.mode != "train":  # The test's environment is in this program.
         return
     who = "--server_addresses names" if flags.server_addresses else "--listen is for"
-    for name in (*SERVER_FLAGS, "num_actors", "pipes_basename"):
+    ours = (action.dest for action in passed_on())
+    for name in (*ours, "num_actors", "pipes_basename"):
         is_ours = name not in LEARNER_FLAGS
         if is_ours and getattr(flags, name) != parser.get_default(name):
             parser.error(

@@ -186,6 +186,13 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def environment_flags() -> list[argparse.Action]:
+    """Return the flags that `add_environment_flags` declares, also those of a fork."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_environment_flags(parser)
+    return parser._actions
+
+
 # A network's parameters and buffers depend on these flags and on the environment.
 NETWORK_FLAGS = ("model", "use_lstm", "normalize_observations", "normalize_returns")
 
@@ -427,13 +434,19 @@ def parse(
         )
     meta = folder.read_meta(run_dir)
     trained = meta["flags"]
-    keep = ("env", *NETWORK_FLAGS, "precision", "reward_clipping")
-    parser.set_defaults(**{key: trained[key] for key in keep if key in trained})
+    # The options of a remote server override the recorded flags of the environment.
+    used = {**trained, **meta.get("env_options", {})}
+    declared = {a.dest: a for a in environment_flags() if a.dest in used}
+    keep = {key: used[key] for key in declared if key not in ATARI_FLAGS}
+    for key in ("env", *NETWORK_FLAGS, "precision", "reward_clipping"):
+        if key in trained:
+            keep[key] = trained[key]
+    parser.set_defaults(**keep)
     if flags.atari_protocol is None:  # If given, it defines all Atari options.
-        # The options of a remote server override the recorded flags. They are parsed as
-        # command line flags, which gives them the right types. argv overrides them.
-        used = argparse.Namespace(**{**trained, **meta.get("env_options", {})})
-        argv = [*to_argv(used, [k for k in ATARI_FLAGS if hasattr(used, k)]), *argv]
+        # They are parsed as command line flags, which gives them the right types. argv
+        # overrides them.
+        atari = [declared[key] for key in ATARI_FLAGS if key in declared]
+        argv = [*to_argv(argparse.Namespace(**used), atari), *argv]
     flags = parser.parse_args(argv)
     flags.env = flags.env or ENV
     if flags.precision == "auto":  # Older runs used float32 and did not record it.

@@ -161,8 +161,15 @@ def test_every_flag_has_a_help_text():
 def test_the_learner_and_its_servers_have_the_same_defaults():
     """Or the help of one of them, and `streams x environments`, would be wrong."""
     ours, theirs = parse(), polybeast_env.parse_flags([])
-    for name in server_flags.SERVER_FLAGS:
-        assert getattr(ours, name) == getattr(theirs, name), name
+    for action in server_flags.passed_on():
+        assert getattr(ours, action.dest) == getattr(theirs, action.dest), action.dest
+
+
+def servers_flags(flags):
+    """Return the flags of the servers that a learner with these flags starts."""
+    return polybeast_env.parse_flags(
+        flag_types.to_argv(flags, server_flags.passed_on())
+    )
 
 
 def test_the_learners_servers_get_its_flags():
@@ -173,11 +180,67 @@ def test_the_learners_servers_get_its_flags():
         "--sticky_actions 0.25 --full_action_space --frame_skip 3 "
         "--atari_protocol machado"
     )
-    theirs = polybeast_env.parse_flags(
-        flag_types.to_argv(flags, server_flags.SERVER_FLAGS)
-    )
-    for name in server_flags.SERVER_FLAGS:
+    theirs = servers_flags(flags)
+    for action in server_flags.passed_on():
+        assert getattr(theirs, action.dest) == getattr(flags, action.dest), action.dest
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Let add_environment_flags declare flags of a fork, too."""
+    declare = common_flags.add_environment_flags
+
+    def add_environment_flags(parser):
+        declare(parser)
+        group = parser.add_argument_group("environment, of this fork")
+        group.add_argument("--level", type=int, default=1)
+        group.add_argument("--map-name", default="plain")
+        group.add_argument("--hard", action="store_true")
+        group.add_argument("--quiet", dest="sound", action="store_false")
+        group.add_argument("--sizes", type=int, nargs="+", default=[2])
+
+    monkeypatch.setattr(common_flags, "add_environment_flags", add_environment_flags)
+
+
+FORK = "--level 5 --map-name=--odd --hard --quiet --sizes 3 -7"
+
+
+@pytest.mark.parametrize("argv", ["", "--level 5", FORK])
+def test_the_learners_servers_get_the_environment_flags_of_a_fork(forked, argv):
+    flags = parse(argv)
+    theirs = servers_flags(flags)
+    for name in ("level", "map_name", "hard", "sound", "sizes"):
         assert getattr(theirs, name) == getattr(flags, name), name
+
+
+def test_an_environment_flag_of_a_fork_belongs_to_the_servers_that_have_the_environment(
+    forked, capsys
+):
+    argv = "--server_addresses localhost:1 --level 5"
+    message = refusal(argv.split(), capsys)
+    assert "--level is 5 but" in message and "python -m polybeast_env" in message
+
+
+@pytest.mark.parametrize("trainer", [monobeast, polybeast])
+def test_testing_takes_over_the_environment_flags_of_a_fork(forked, tmp_path, trainer):
+    savedir = ["--savedir", str(tmp_path)]
+    flags = trainer.parse_flags([*FORK.split(), *savedir])
+    run_dir = folder.prepare_run_dir(tmp_path, "a")
+    folder.write_meta(run_dir, flags=vars(flags), extra={})
+    argv = ["--mode", "test", "--xpid", "a", *savedir]
+    tested = trainer.parse_flags(argv)
+    assert (tested.level, tested.map_name, tested.sizes) == (5, "--odd", [3, -7])
+    assert (tested.hard, tested.sound) == (True, False)
+    assert trainer.parse_flags([*argv, "--level", "2"]).level == 2
+    # A run that is older than the flag.
+    old = {name: value for name, value in vars(flags).items() if name != "level"}
+    folder.write_meta(run_dir, flags=old, extra={})
+    assert trainer.parse_flags(argv).level == 1
+
+
+def test_testing_takes_over_the_level_that_the_servers_told(forked, trained, tmp_path):
+    trained("--xpid a --server_addresses localhost:1", "Catch", level=5)
+    assert parse_test(tmp_path).level == 5
 
 
 # ------------------------------------------------------------------ numbers of servers
