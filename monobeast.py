@@ -43,7 +43,6 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -89,6 +88,7 @@ from core.running.supervise import (
     Watchdog,
     check_main_file,
     join_threads,
+    leave,
     raise_failures,
     start_thread,
 )
@@ -631,4 +631,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -99,6 +99,7 @@ from core.running.run import Run, run_folder
 from core.running.signals import StopSignal
 from core.running.supervise import (
     join_threads,
+    leave,
     raise_failures,
     start_thread,
     wait_for_failure,
@@ -679,4 +680,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

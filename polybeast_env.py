@@ -54,7 +54,7 @@ from core.remote.addresses import addresses_to_serve
 from core.running import common_flags, terminal
 from core.running.machine import num_cores, raise_file_limit
 from core.running.signals import StopSignal
-from core.running.supervise import ForParent, Repeats, send_at_parents_end
+from core.running.supervise import ForParent, Repeats, leave, send_at_parents_end
 
 log = logging.getLogger("polybeast_env")
 
@@ -291,4 +291,4 @@ def exit_status(flags: argparse.Namespace) -> Exit:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -10,6 +10,7 @@ tell of any two rows whether one follows the other, wherever the rollout came fr
 """
 
 import struct
+import threading
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -144,6 +145,12 @@ def make_lives() -> CountingEnv:
 
 def make_nested() -> CountingEnv:
     return CountingEnv(NESTED | TRUNCATING)
+
+
+def make_with_thread() -> CountingEnv:
+    """Return an environment that leaves a thread behind, which is not a daemon."""
+    threading.Thread(target=threading.Event().wait, name="simulator").start()
+    return CountingEnv()
 
 
 def make_stacked() -> CountingEnv:

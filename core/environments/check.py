@@ -40,6 +40,7 @@ from core.environments.stepping import Environments
 from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, MakeError
 from core.nests import Nest, leaves, map_nest
 from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
+from core.running.supervise import leave
 
 PROGRESS_S = 5.0  # Between two lines of progress.
 REPLAY_STEPS = 300  # Of each of two plays with one seed, to notice an ignored seed.
@@ -337,4 +338,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -56,6 +56,12 @@ def test_check_prints_what_the_learner_sees_and_exits_0():
         assert text in result.stdout
 
 
+def test_check_ends_although_a_thread_of_the_environment_runs():
+    result = run_check("tests.counting_env:make_with_thread", "--steps", "101")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.endswith("at the end: simulator, simulator, simulator\n")
+
+
 def test_check_says_that_an_atari_game_is_seen_without_wrappers(capsys):
     pytest.importorskip("ale_py")
     assert check.main(["PongNoFrameskip-v4", "--steps", "3"]) == 0

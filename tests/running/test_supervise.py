@@ -331,6 +331,26 @@ def test_a_parent_reads_what_a_child_logs_and_what_its_environments_print():
         assert supervise.from_child(printed + "\n") == (logging.INFO, printed, 0)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_program_leaves_a_thread_that_still_runs_and_names_it(ends):
+    result = run_python(
+        f"""
+        import threading
+        from core.running.supervise import leave
+        ended = threading.Event()
+        threading.Thread(target=ended.wait, name="simulator").start()
+        if {ends}:
+            threading.Timer(0.01, ended.set).start()
+        print("Done")
+        leave(75)
+        """
+    )
+    assert result.returncode == 75, result.stderr
+    assert result.stdout == "Done\n"
+    said = "Threads of the environment are still running at the end: simulator\n"
+    assert result.stderr == ("" if ends else said)
+
+
 def test_a_main_program_from_standard_input_is_refused_in_one_line(tmp_path):
     script = "from core.running.supervise import check_main_file; check_main_file()"
     (tmp_path / "script.py").write_text(script)

@@ -622,6 +622,22 @@ def test_shared_buffers_beyond_ulimit_f_are_refused_before_anything_runs(
     assert not (tmp_path / "runs" / "x" / "meta.json").exists()
 
 
+@pytest.mark.parametrize("sizes", [SERIAL, ASYNC], ids=["serial", "actors"])
+def test_a_run_ends_although_a_thread_of_the_environment_runs(tmp_path, sizes):
+    command = [sys.executable, "-m", "monobeast", "--savedir", tmp_path, *sizes]
+    command += ["--env", "tests.counting_env:make_with_thread", "--total_steps", 300]
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Threads of the environment are still running at the end: s")
+
+
 FULL_DISKS = {
     "inodes": ("nr_inodes=2", "No space left on device", "no inodes left (df -i)"),
     "space": ("size=4k", "No space left on device", "Free some space (df)"),
