@@ -100,7 +100,11 @@ class ActorProcess:
         """Return a function that brings the newest weights into `net`.
 
         The function returns the version of these weights.
+
+        Raises:
+          ConfigError: `net` is not like the learner's network.
         """
+        self._weights.check(net)
         tensors = net.state_dict()  # Shares memory with the parameters.
         version = -1
 
@@ -160,7 +164,7 @@ def _run_actor(
         act(ActorProcess(actor_id, incarnation, buffers, clock, weights, pipe))
     except BaseException as error:  # An environment's sys.exit() is a failure too.
         match error:
-            case EnvSpecError():
+            case EnvSpecError() | ConfigError():
                 message = f"P{error}"
             case EnvValueError():
                 message = f"E{type(error).__name__}: {error}"
@@ -325,7 +329,8 @@ class Actors:
 
         Raises:
           ActorError: an actor has died too often without delivering a rollout.
-          ConfigError: an environment breaks its spec.
+          ConfigError: an environment breaks its spec, or the actors' network is not the
+            learner's.
         """
         by_handle: dict[Any, ActorSlot] = {
             s.process.sentinel: s for s in self.slots if s.process is not None

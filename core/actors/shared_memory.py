@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from core.algorithm.replay import mark_replayed
+from core.errors import ConfigError
 from core.nests import ArraySpec, Nest, leaves, map_nest, unflatten
 
 _ALIGNMENT = 64  # bytes; a cache line, and enough for every SIMD load
@@ -279,6 +280,33 @@ class SharedWeights:
     def _sequence(self) -> np.ndarray:
         return self._shared.arrays["sequence"]
 
+    def check(self, net: nn.Module) -> None:
+        """Refuse a network that is not like the one whose weights are shared.
+
+        Floats may be of another size: some actors compute in bfloat16.
+
+        Raises:
+          ConfigError: names, shapes or dtypes differ; the message has the first one.
+        """
+
+        shared = {
+            name: _describe(array.shape, str(array.dtype))
+            for name, array in self._shared.arrays.items()
+            if name != "sequence"
+        }
+        ours = {
+            name: _describe(x.shape, str(x.dtype).removeprefix("torch."))
+            for name, x in net.state_dict().items()
+        }
+        for name in (*ours, *shared):
+            got, needed = ours.get(name, "none"), shared.get(name, "none")
+            if got != needed:
+                raise ConfigError(
+                    "the actors' network is not the learner's (first difference: "
+                    f"{name} is {got}, the learner's is {needed}): assign Net and "
+                    "create_env at the top level of a script, not under __main__"
+                )
+
     def publish(self, tensors: Mapping[str, Any], version: int) -> None:
         """Write `tensors`, a network's `state_dict`, as `version` >= 0.
 
@@ -306,6 +334,11 @@ class SharedWeights:
                 if int(self._sequence[0]) == before:
                     return before // 2 - 1
             os.sched_yield() if hasattr(os, "sched_yield") else None
+
+
+def _describe(shape: Sequence[int], dtype: str) -> str:
+    kind = "float" if "float" in dtype else dtype
+    return f"{kind}[{','.join(map(str, shape))}]"
 
 
 def share_weights(net: nn.Module, version: int) -> SharedWeights:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from core.actors import shared_memory
 from core.actors.shared_memory import (
@@ -22,6 +24,7 @@ from core.actors.shared_memory import (
     SharedArrays,
     SharedWeights,
 )
+from core.errors import ConfigError
 from core.nests import ArraySpec, leaves
 
 # No torch at the top: children import this module, most of them need none.
@@ -580,3 +583,32 @@ def test_readers_never_see_two_versions_mixed_and_a_killed_one_blocks_nobody(_co
         for process in processes:
             process.kill()
             process.join()
+
+
+# ----------------------------------------------------------------------------- weights
+
+
+def a_net(size=3, *, more=()):
+    net = nn.Sequential(nn.Linear(2, size), *more)
+    net.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    return net
+
+
+@pytest.mark.parametrize(
+    "other, difference",
+    [
+        (a_net(5), r"0.weight is float\[5,2\], the learner's is float\[3,2\]"),
+        (a_net(more=[nn.Linear(3, 7)]), r"1.weight is float\[7,3\], the .* is none"),
+        (nn.Sequential(nn.Linear(2, 3)), r"count is none, the .* is int64\[\]"),
+    ],
+)
+def test_the_weights_of_another_network_are_refused(other, difference):
+    weights = shared_memory.share_weights(a_net(), 0)
+    with pytest.raises(ConfigError, match=rf"\(first difference: {difference}\)"):
+        weights.check(other)
+
+
+def test_an_actor_in_bfloat16_has_the_learners_network():
+    net = a_net()
+    weights = shared_memory.share_weights(net, 0)
+    weights.check(net.bfloat16())

@@ -638,6 +638,40 @@ def test_a_run_ends_although_a_thread_of_the_environment_runs(tmp_path, sizes):
     assert last.startswith("Threads of the environment are still running at the end: s")
 
 
+OWN_NET = """
+import sys
+import monobeast
+from torch import nn
+
+class Net(monobeast.Net):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.more = nn.Linear(5, 3)
+
+if __name__ == "__main__":
+    monobeast.Net = Net
+    sys.exit(monobeast.main())
+"""
+
+
+def test_a_network_that_only_the_learner_has_is_refused_in_one_line(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_NET)
+    command = [sys.executable, tmp_path / "own.py", "--savedir", tmp_path / "runs"]
+    command += ["--env", "Catch", *SIZES, "--start_method", "forkserver"]
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 78, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ConfigError: the actors' network is not the learner's (")
+    assert "more.weight is none, the learner's is float[3,5]" in last
+
+
 FULL_DISKS = {
     "inodes": ("nr_inodes=2", "No space left on device", "no inodes left (df -i)"),
     "space": ("size=4k", "No space left on device", "Free some space (df)"),
