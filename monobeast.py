@@ -343,7 +343,8 @@ class Actor:
             clock=clock,
         )
         self.net = net
-        self.agent_keys = ("policy_logits", "baseline", *net.distribution.columns)
+        spaces = Spaces(self.envs.observation_space, self.envs.action_space)
+        self.agent_keys = (*net_outputs(spaces), *net.distribution.columns)
         self.state = net.initial_state(E)
         self.buffers = buffers
         # The last row of a rollout is row 0 of the next one (table in core.rollout).

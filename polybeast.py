@@ -515,7 +515,10 @@ def train_with(
         torso_devices = (flags.learner_device, flags.actor_device)
         flags = settle_precision(flags, run_dir, spaces.observation, *torso_devices)
         learner = create_learner(flags, spaces)
-        dry_run(learner.net, spaces.observation, spaces.action, net_outputs(spaces))
+        outputs = net_outputs(spaces)
+        dry_run(
+            learner.net, spaces.observation, spaces.action, outputs, stores_all=True
+        )
         frames_per_step = welcome.frames_per_step
         run = Run(flags, run_dir, learner, stop, frames_per_step=frames_per_step)
         run.resume()
@@ -523,7 +526,7 @@ def train_with(
         run.describe(welcome.env, spaces, devices=devices)
         max_streams = pool.max_streams(flags, servers, welcome)
         num_envs = max_streams * welcome.num_envs
-        outputs = {**net_outputs(spaces), **learner.net.distribution.columns}
+        outputs |= learner.net.distribution.columns
         pool.check_memory(flags, spaces, outputs, num_envs)
         if run.has_nothing_to_do():
             return Exit.DONE

@@ -53,6 +53,9 @@ def rollout_specs(
       net: the trainer's Net; its `initial_state` is [layers, E, hidden] each, and its
         `distribution` names the columns that rows have for the chosen actions.
       outputs: the specs of its outputs, for one row of one environment.
+
+    Raises:
+      ConfigError: numpy does not have the dtype of a tensor of the recurrent state.
     """
     row = row_spec(spaces.observation, spaces.action, flags.info_keys)
     row |= {
@@ -61,7 +64,14 @@ def rollout_specs(
         "policy_version": ArraySpec((), np.dtype(np.int64)),
     }
     state = net.initial_state(flags.envs_per_actor)
-    arrays = [s.detach().cpu().numpy() for s in state]
+    try:
+        arrays = [s.detach().cpu().numpy() for s in state]
+    except TypeError as error:
+        dtypes = ", ".join(str(s.dtype).removeprefix("torch.") for s in state)
+        raise ConfigError(
+            "the network: initial_state expected dtypes that numpy has, got "
+            f"{dtypes}: MonoBeast's rollouts are numpy arrays. Use float32."
+        ) from error
     return row, [ArraySpec(x.shape, x.dtype) for x in arrays]
 
 

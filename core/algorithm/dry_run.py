@@ -17,6 +17,7 @@ from core.errors import ConfigError
 from core.nests import ArraySpec, Nest, leaves, map_nest
 from core.rollout import leaf_spaces, row_spec
 
+WITH_GRADIENT = ("policy_logits", "baseline")  # Other outputs may have none.
 # (T rows, B environments). Acting has one row, learning has several.
 SIZES = ((1, 1), (1, 3), (5, 1), (5, 3))
 
@@ -26,6 +27,8 @@ def dry_run(
     observation_space: gym.Space,
     action_space: gym.Space,
     outputs: Mapping[str, ArraySpec],
+    *,
+    stores_all: bool = False,
 ) -> None:
     """Check the outputs of a copy of `net` for rows of zeros, in several sizes.
 
@@ -35,6 +38,8 @@ def dry_run(
     Args:
       outputs: the arrays that `net` must return for each row of each environment. It
         may return more.
+      stores_all: rollouts hold all outputs, as in PolyBeast, so each must be an array
+        for each row of each environment.
 
     Raises:
       ConfigError: outputs or recurrent state have another structure, shape or dtype, or
@@ -71,8 +76,13 @@ def dry_run(
                 raise _error("forward", needed, f"only {', '.join(map(repr, got))}")
             where = f"forward's {name!r}, of {T} rows of {B} environments,"
             _check(where, str(ArraySpec((T, B, *spec.shape), spec.dtype)), got[name])
-            if not got[name].requires_grad:
+            if name in WITH_GRADIENT and not got[name].requires_grad:
                 raise _error(where, "a gradient (no detach, no no_grad)", "none")
+        for name, x in leaves(got) if stores_all else ():
+            is_tensor = isinstance(x, torch.Tensor)
+            if not is_tensor or x.shape[:2] != (T, B) or not _has_numpy_dtype(x):
+                where = f"forward's {name!r}, of {T} rows of {B} environments,"
+                raise _error(where, f"a tensor [{T},{B},...] of a numpy dtype", x)
         if not isinstance(after, tuple) or len(after) != len(state):
             raise _error("forward's core_state", f"a tuple of {len(state)}", after)
         for i, (old, new) in enumerate(zip(state, after)):
@@ -81,7 +91,8 @@ def dry_run(
         with warnings.catch_warnings():
             # On a GPU the first backward pass of a process says this. It is harmless.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
-            torch.stack([got[name].sum() for name in outputs]).sum().backward()
+            used = [got[name] for name in outputs if got[name].requires_grad]
+            torch.stack([x.sum() for x in used]).sum().backward()
 
 
 def _initial_state(
@@ -96,6 +107,14 @@ def _initial_state(
             where = f"initial_state({num_envs})[{i}]"
             raise _error(where, f"a tensor [layers, {num_envs}, ...]", tensor)
     return tuple(tensor.to(device) for tensor in state)
+
+
+def _has_numpy_dtype(tensor: torch.Tensor) -> bool:
+    try:
+        torch.empty(0, dtype=tensor.dtype).numpy()
+    except TypeError:  # As for bfloat16.
+        return False
+    return True
 
 
 def zero_rows(

@@ -271,7 +271,15 @@ def compute_gradient(
     net.zero_grad(set_to_none=not rows["done"].is_cuda)
     parts = []
     for rows_part, state_part in losses.split_columns(rows, state):
-        part = loss(flags, net, rows_part, state_part)
+        try:
+            part = loss(flags, net, rows_part, state_part)
+        except KeyError as error:
+            if error.args[0] not in rows:
+                error.add_note(
+                    f"If the loss reads it from the rows: they have {', '.join(rows)}, "
+                    "and each output of forward that net_outputs declares."
+                )
+            raise
         part.total_loss.backward()
         parts.append(part)
     return parts

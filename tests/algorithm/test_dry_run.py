@@ -176,6 +176,50 @@ def test_a_wrong_network_is_refused_with_what_was_expected_and_what_came(net):
         assert part in message, message
 
 
+class Auxiliary(Tiny):
+    """Has one more output."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, rows, core_state=()):
+        outputs, core_state = super().forward(rows, core_state)
+        return {**outputs, "aux": self.make(outputs["baseline"])}, core_state
+
+
+@pytest.mark.parametrize(
+    "make, dtype",
+    [
+        (lambda x: x.detach(), np.float32),
+        (lambda x: x.long(), np.int64),
+        (lambda x: x > 0, np.bool_),
+    ],
+)
+def test_an_output_for_the_rollout_needs_no_gradient(make, dtype):
+    outputs = {**OUTPUTS, "aux": ArraySpec((), np.dtype(dtype))}
+    dry_run(Auxiliary(make), BOX, ACTIONS, outputs, stores_all=True)
+
+
+@pytest.mark.parametrize(
+    "make, got",
+    [
+        (lambda x: x.sum(), "float32[]"),
+        (lambda x: x[-1], "float32[1]"),
+        (lambda x: [x], "a list of 1"),
+        (lambda x: x.bfloat16(), "bfloat16[1,1]"),
+    ],
+)
+def test_an_output_that_no_rollout_can_hold_is_named(make, got):
+    dry_run(Auxiliary(make), BOX, ACTIONS, OUTPUTS)  # Only `OUTPUTS` are stored.
+    with pytest.raises(ConfigError) as error:
+        dry_run(Auxiliary(make), BOX, ACTIONS, OUTPUTS, stores_all=True)
+    assert str(error.value) == (
+        "the network: forward's 'aux', of 1 rows of 1 environments, expected a tensor "
+        f"[1,1,...] of a numpy dtype, got {got}"
+    )
+
+
 def test_a_network_without_a_gradient_is_found():
     class WritesOverItsActivations(Tiny):
         def forward(self, rows, core_state=()):

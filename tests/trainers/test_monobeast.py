@@ -10,8 +10,10 @@ import monobeast
 import polybeast
 from core.actors import prepare
 from core.algorithm import losses
+from core.algorithm.update import Learner
 from core.environments.stepping import env_seed
-from core.nests import map_nest
+from core.errors import ConfigError
+from core.nests import ArraySpec, map_nest
 from core.running.compute import explain_out_of_memory
 from tests.actors.pool import E, Pool, T, make_flags
 
@@ -38,6 +40,51 @@ def test_serial_and_asynchronous_actors_write_the_same_rollout():
     actor.unroll(0)
     theirs = pool.buffers.rollout(0)
     map_nest(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_an_output_that_net_outputs_declares_is_in_the_rollout(monkeypatch):
+    forward, declared = monobeast.Net.forward, monobeast.net_outputs
+
+    def with_aux(self, rows, core_state=()):
+        outputs, core_state = forward(self, rows, core_state)
+        return {**outputs, "aux": 7 * rows["last_action"] + 5}, core_state
+
+    def with_aux_declared(spaces):
+        return {**declared(spaces), "aux": ArraySpec((), np.dtype(np.int64))}
+
+    monkeypatch.setattr(monobeast.Net, "forward", with_aux)
+    monkeypatch.setattr(monobeast, "net_outputs", with_aux_declared)
+    flags = make_flags("Catch", "--num_actors", "1", "--start_method", "fork")
+    with Pool(flags) as pool:
+        rollout = pool.next_rollout()
+    assert (rollout["aux"][0] == 0).all()  # No action led to the first row.
+    expected = 7 * rollout["last_action"][:-1] + 5
+    np.testing.assert_array_equal(rollout["aux"][1:], expected)
+
+
+def test_a_recurrent_state_that_numpy_cannot_hold_is_refused(monkeypatch):
+    def initial_state(self, batch_size):
+        return torch.zeros(1, batch_size, 2), torch.zeros(1, batch_size).bfloat16()
+
+    monkeypatch.setattr(monobeast.Net, "initial_state", initial_state)
+    with pytest.raises(ConfigError, match="that numpy has, got float32, bfloat16: "):
+        Pool(make_flags("Catch"))
+
+
+def test_a_loss_that_reads_what_rows_lack_is_told_how_they_get_it():
+    def loss(flags, net, rows, state):
+        return rows["aux"].sum()
+
+    flags = make_flags("Catch", "--num_actors", "1")
+    flags.batch_size = E
+    with Pool(flags) as pool:
+        rollout = pool.next_rollout()
+    net = monobeast.create_net(flags, monobeast.read_spaces(flags))
+    optimizer = torch.optim.SGD(net.parameters())
+    with pytest.raises(KeyError, match="'aux'") as caught:
+        Learner(flags, net, [optimizer], loss).update(rollout, ())
+    (note,) = caught.value.__notes__
+    assert "policy_logits" in note and "that net_outputs declares" in note
 
 
 def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
