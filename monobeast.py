@@ -74,7 +74,7 @@ from core.algorithm.torsos import TORSOS, model_for, orthogonal
 from core.algorithm.update import Learner
 from core.environments import stepping
 from core.environments.make import make
-from core.errors import Exit
+from core.errors import Exit, leave
 from core.nests import ArraySpec, Nest, map_nest
 from core.rollout import Spaces, new_rollouts
 from core.running import common_flags, evaluation
@@ -88,7 +88,6 @@ from core.running.supervise import (
     Watchdog,
     check_main_file,
     join_threads,
-    leave,
     raise_failures,
     start_thread,
 )

@@ -78,7 +78,7 @@ from core.algorithm.replay import Mixer, Replay, create_replay
 from core.algorithm.torsos import TORSOS, model_for, orthogonal
 from core.algorithm.update import Learner
 from core.environments import stepping
-from core.errors import Exit
+from core.errors import Exit, leave
 from core.nests import ArraySpec, Nest, map_nest
 from core.remote import messages, pool, server_flags
 from core.remote.greet import complete_flags, greet, warn_if_insecure
@@ -99,7 +99,6 @@ from core.running.run import Run, run_folder
 from core.running.signals import StopSignal
 from core.running.supervise import (
     join_threads,
-    leave,
     raise_failures,
     start_thread,
     wait_for_failure,

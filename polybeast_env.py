@@ -48,13 +48,13 @@ import atari_wrappers
 from core import flag_types
 from core.environments import stepping
 from core.environments.make import make
-from core.errors import ConfigError, Exit
+from core.errors import ConfigError, Exit, leave
 from core.remote import dial_in, server_flags, supervisor
 from core.remote.addresses import addresses_to_serve
 from core.running import common_flags, terminal
 from core.running.machine import num_cores, raise_file_limit
 from core.running.signals import StopSignal
-from core.running.supervise import ForParent, Repeats, leave, send_at_parents_end
+from core.running.supervise import ForParent, Repeats, send_at_parents_end
 
 log = logging.getLogger("polybeast_env")
 

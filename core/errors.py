@@ -2,6 +2,14 @@
 """Exit statuses, and the exceptions that several packages of core raise or catch."""
 
 import enum
+import logging
+import os
+import sys
+import threading
+import time
+from typing import NoReturn
+
+LEAVE_S = 1.0  # For threads that end soon after the environment was closed.
 
 
 class Exit(enum.IntEnum):
@@ -53,3 +61,26 @@ class EnvValueError(EnvError):
 
 class EnvSpecError(ValueError):
     """An environment violates its spec or the Gymnasium API. A retry cannot help."""
+
+
+def leave(status: int) -> NoReturn:
+    """End this program with `status`, also while threads of an environment still run.
+
+    sys.exit would wait until the last thread has ended that is not a daemon.
+    """
+    deadline = time.monotonic() + LEAVE_S
+    main = threading.main_thread()
+    threads = [t for t in threading.enumerate() if not t.daemon and t is not main]
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    names = [thread.name for thread in threads if thread.is_alive()]
+    if not names:
+        sys.exit(status)
+    print(
+        f"Threads of the environment are still running at the end: {', '.join(names)}",
+        file=sys.stderr,
+    )
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -37,10 +37,16 @@ from core.environments import faults
 from core.environments.classic_gym import ClassicGym, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
-from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, MakeError
+from core.errors import (
+    ConfigError,
+    EnvSpecError,
+    EnvValueError,
+    Exit,
+    MakeError,
+    leave,
+)
 from core.nests import Nest, leaves, map_nest
 from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
-from core.running.supervise import leave
 
 PROGRESS_S = 5.0  # Between two lines of progress.
 REPLAY_STEPS = 300  # Of each of two plays with one seed, to notice an ignored seed.

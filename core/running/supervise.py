@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing import connection, parent_process
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from core.errors import ConfigError, Exit, StallError, one_line
 from core.running import terminal
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 # Extra time for a main loop that a busy machine delays: a program that is killed for
 # this writes no last checkpoint.
 HANG_GRACE_S = 60.0
-LEAVE_S = 1.0  # For threads that end soon after the environment was closed.
 
 
 REPEAT_S = 600.0  # A warning that comes again is shown again after this time.
@@ -331,29 +330,6 @@ def exit_with_parent() -> None:
         os._exit(int(Exit.INTERNAL))
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-
-
-def leave(status: int) -> NoReturn:
-    """End this program with `status`, also while threads of an environment still run.
-
-    sys.exit would wait until the last thread has ended that is not a daemon.
-    """
-    deadline = time.monotonic() + LEAVE_S
-    main = threading.main_thread()
-    threads = [t for t in threading.enumerate() if not t.daemon and t is not main]
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    names = [thread.name for thread in threads if thread.is_alive()]
-    if not names:
-        sys.exit(status)
-    print(
-        f"Threads of the environment are still running at the end: {', '.join(names)}",
-        file=sys.stderr,
-    )
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def describe_exit(exitcode: int | None) -> str:

@@ -336,7 +336,7 @@ def test_a_program_leaves_a_thread_that_still_runs_and_names_it(ends):
     result = run_python(
         f"""
         import threading
-        from core.running.supervise import leave
+        from core.errors import leave
         ended = threading.Event()
         threading.Thread(target=ended.wait, name="simulator").start()
         if {ends}:
