@@ -274,12 +274,13 @@ def compute_gradient(
         try:
             part = loss(flags, net, rows_part, state_part)
         except KeyError as error:
-            if error.args[0] not in rows:
-                error.add_note(
-                    f"If the loss reads it from the rows: they have {', '.join(rows)}, "
-                    "and each output of forward that net_outputs declares."
-                )
-            raise
+            if error.args[0] in rows:
+                raise
+            raise KeyError(
+                f"{error}. If the loss reads it from the rows: they have "
+                f"{', '.join(rows)}, and each output of forward that net_outputs "
+                "declares."
+            ) from error
         part.total_loss.backward()
         parts.append(part)
     return parts

@@ -83,8 +83,8 @@ def test_a_loss_that_reads_what_rows_lack_is_told_how_they_get_it():
     optimizer = torch.optim.SGD(net.parameters())
     with pytest.raises(KeyError, match="'aux'") as caught:
         Learner(flags, net, [optimizer], loss).update(rollout, ())
-    (note,) = caught.value.__notes__
-    assert "policy_logits" in note and "that net_outputs declares" in note
+    (text,) = caught.value.args
+    assert "policy_logits" in text and "that net_outputs declares" in text
 
 
 def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
