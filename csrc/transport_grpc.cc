@@ -39,9 +39,16 @@ constexpr const char* kDescribeMethod = "/torchbeast.EnvServer/Describe";
 constexpr size_t kMaxUnixPath = 107;
 
 // Time limit for connecting by TCP and HTTP/2. gRPC takes it from
-// min_reconnect_backoff. gRPC's own back-off has no effect here, as every
-// attempt has a new channel.
+// min_reconnect_backoff. The pool makes a new channel for every attempt.
 constexpr int kConnectTimeoutMs = 3000;
+
+// The limit at a unix socket, where the acceptor of --listen gives up earlier
+// (OPEN_S). gRPC takes it from initial_reconnect_backoff, within 20 %. This is
+// also when a channel connects again in the background, by default a second
+// after its first attempt. gRPC 1.51 leaves such a connection open if the
+// channel is destroyed meanwhile. So it must come later than the pool's next
+// attempt, or it would use up a connection of the machine that has dialed in.
+constexpr int kUnixTimeoutMs = 10'000;
 
 // gRPC stores the interval as int milliseconds.
 constexpr double kMinKeepaliveS = 0.01;
@@ -92,6 +99,9 @@ std::shared_ptr<grpc::Channel> make_channel(const std::string& address,
   args.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectTimeoutMs);
+  if (is_unix(address)) {
+    args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kUnixTimeoutMs);
+  }
   args.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kMaxFrameBytes);
   args.SetMaxReceiveMessageSize(static_cast<int>(max_message_bytes));
   args.SetMaxSendMessageSize(static_cast<int>(kMaxMessageBytes));
