@@ -160,7 +160,8 @@ class Child:
                     return
         level, text, _ = from_child(line)
         self._last_line = text or self._last_line
-        log.log(level, "%s", text)
+        # The child's `Repeats` has counted it; that of this process must not.
+        log.log(level, "%s", text, extra={"is_shown": True})
 
     def _close(self) -> None:
         assert self._process is not None

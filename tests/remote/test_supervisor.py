@@ -2,6 +2,7 @@
 """The supervisor of the server processes. The program around it: test_servers."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import polybeast
 import polybeast_env
 from core.errors import ConfigError, Exit
 from core.remote import child, local_servers, supervisor
+from core.running import supervise
 from core.running.signals import StopSignal
 from tests.conftest import DEADLINE_S, wait_until
 
@@ -128,6 +130,18 @@ def test_lines_of_a_child_that_are_no_messages_are_logged(line, caplog):
     caplog.set_level("INFO", child.__name__)
     child.Child("The helper", [])._handle_line(line)
     assert [record.message for record in caplog.records] == [line]
+
+
+def test_a_warning_that_a_child_has_counted_is_not_counted_again(caplog):
+    caplog.handler.addFilter(repeats := supervise.Repeats())
+    try:
+        for text in ("no learner", "no learner (2 times so far)") * 2:
+            child.Child("The helper", [])._handle_line(json.dumps([30, text, 0]))
+    finally:
+        caplog.handler.removeFilter(repeats)
+    assert [r.message for r in caplog.records] == [
+        *["no learner", "no learner (2 times so far)"] * 2
+    ]
 
 
 JUST_STARTED = """
