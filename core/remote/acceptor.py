@@ -6,8 +6,12 @@
 The learner starts the acceptor as a separate process (`core.remote.dial_in`). For each
 environment server of a machine that has joined, the acceptor has a unix socket in a
 private folder. When the learner connects to this socket, the acceptor asks the machine
-to dial one more connection, and relays bytes between the two connections. It writes to
+to dial one more connection, a tunnel, and relays bytes between the two. It writes to
 standard output which machines join and leave, for the learner.
+
+The learner connects again if there is no tunnel within OPEN_S. A tunnel takes several
+round trips, and many tunnels take longer than OPEN_S. So a tunnel is for a server, not
+for one connection of the learner: a tunnel that comes late serves the next connection.
 
 A connection has HELLO_S to show a valid certificate and to send a valid hello. If more
 than MAX_SILENT connections have not done so, the acceptor takes the IP address with the
@@ -50,10 +54,15 @@ from core.remote.tunnel import (
 
 log = logging.getLogger(__name__)
 
-HELLO_S = 5.0  # Limit for first line, TLS and hello; a machine takes less than 1 s.
+HELLO_S = 5.0  # Limit for first line, TLS and hello: two or three round trips.
 MAX_SILENT = 256  # Connections that have not sent their hello yet.
 MAX_MACHINES = 1000
-OPEN_S = 3.0  # Limit for a machine to dial a connection. The pool's limit for TCP.
+# How long a connection of the learner and a tunnel wait for each other. Less than
+# kUnixTimeoutMs in csrc/transport_grpc.cc, and more than the pool's longest back-off.
+OPEN_S = 3.0
+MAX_ASKED = 64  # Tunnels that one machine dials at the same time.
+MAX_ASKED_TOTAL = 128  # While all machines dial so many, each may dial only one.
+TICKET_S = 15.0  # Then a tunnel counts as lost. More than DIAL_S of the dialer.
 LEAVE_S = 10.0  # A machine that joins again within this time keeps its addresses.
 BIND_S = 5.0  # Time for the acceptor of an earlier learner to end.
 CHECK_SOCKETS_S = 1.0  # Interval of looks whether the unix sockets are still there.
@@ -72,6 +81,10 @@ class Machine:
         self.control: Connection | None = None  # None while there is no connection.
         self.listeners: list[asyncio.AbstractServer] = []
         self.removal: asyncio.TimerHandle | None = None
+        # Connections that wait for their other end, the oldest first, and the indices
+        # of their servers: those of the learner, and tunnels.
+        self.waiting: dict[Connection, int] = {}
+        self.tunnels: dict[Connection, int] = {}
 
     def sockets(self) -> list[str]:
         return [f"{self.path}.{i}" for i in range(self.join.num_servers)]
@@ -95,8 +108,8 @@ class Acceptor:
         # Connections that have sent no hello, the oldest first, and their IP addresses.
         self._silent: dict[Connection, str] = {}
         self._machines: dict[str, Machine] = {}
-        # By ticket: tunnels that machines were asked to dial.
-        self._tickets: dict[str, asyncio.Future] = {}
+        # By ticket: a machine that was asked to dial a tunnel, and the server's index.
+        self._tickets: dict[str, tuple[Machine, int]] = {}
         self._listener: asyncio.Server | None = None
 
     async def listen(self, address: str) -> str:
@@ -174,11 +187,12 @@ class Acceptor:
         if isinstance(hello, Join):
             await self._serve_machine(connection, hello)
             return
-        waiting = self._tickets.pop(hello.ticket, None)
-        if waiting is None or waiting.done():
+        if (asked := self._tickets.pop(hello.ticket, None)) is None:
             connection.close()  # The tunnel comes too late.
-        else:
-            waiting.set_result(connection)
+            return
+        machine, index = asked
+        self._pair(connection, index, machine.tunnels, machine.waiting)
+        self._ask(machine)
 
     async def _receive_hello(self, connection: Connection) -> Join | Tunnel:
         wants_tls = parse_first_line(await connection.line())
@@ -231,6 +245,7 @@ class Acceptor:
             machine.removal.cancel()
             machine.removal = None
         old, machine.control = machine.control, control
+        self._forget_tickets(machine)
         if old is not None:  # The machine lost a connection that seems alive here.
             old.transport.abort()
         name = control.certificate_name()
@@ -242,6 +257,7 @@ class Acceptor:
             join.num_servers,
         )
         control.send("welcome")
+        self._ask(machine)
         said_goodbye = False
 
         def handle(line: str) -> None:
@@ -252,9 +268,10 @@ class Acceptor:
                 raise ConnectionResetError("it has said goodbye")
             if word != "gone":
                 raise ProtocolError(f"expected ping, gone or bye, got {line!r:.80}")
-            waiting = self._tickets.get(ticket)
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(ConnectionResetError("the server is away"))
+            if (asked := self._tickets.pop(ticket, None)) is not None:
+                if (waiting := take(machine.waiting, asked[1])) is not None:
+                    waiting.close()  # The server is away.
+                self._ask(machine)
 
         try:
             await handle_lines(control, self._keepalive_s, handle)
@@ -308,34 +325,82 @@ class Acceptor:
             machine.removal.cancel()
         if machine.control is not None:
             machine.control.close()
+        self._forget_tickets(machine)
+        for connection in (*machine.waiting, *machine.tunnels):
+            connection.close()
         for listener in machine.listeners:
             listener.close()
         for name in machine.sockets():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
 
-    # Connections of the learner.
+    # Tunnels for the connections of the learner.
 
     def _begin(self, machine: Machine, index: int, connection: Connection) -> None:
-        connection.transport.pause_reading()  # Until the tunnel is connected.
-        self._tasks.start(self._open(machine, index, connection))
+        """Find a tunnel for a new connection of the learner."""
+        self._pair(connection, index, machine.waiting, machine.tunnels)
+        self._ask(machine)
 
-    async def _open(self, machine: Machine, index: int, connection: Connection) -> None:
-        """Ask a machine to dial; relay between its connection and the learner's."""
+    def _pair(
+        self,
+        connection: Connection,
+        index: int,
+        same: dict[Connection, int],
+        others: dict[Connection, int],
+    ) -> None:
+        """Relay to a connection that waits in `others`, or wait in `same` for one."""
+        if (other := take(others, index)) is not None:
+            relay_between(connection, other)
+            return
+
+        def give_up() -> None:
+            if same.pop(connection, None) is not None:
+                connection.close()
+
+        same[connection] = index
+        asyncio.get_running_loop().call_later(OPEN_S, give_up)
+
+    def _ask(self, machine: Machine) -> None:
+        """Ask a machine for the tunnels that the learner waits for, up to a limit."""
         if machine.control is None:
-            connection.close()
             return
-        ticket = secrets.token_hex(16)
-        waiting = self._tickets[ticket] = asyncio.get_running_loop().create_future()
-        machine.control.send(f"open {ticket} {index}")
-        try:
-            tunnel = await within(OPEN_S, waiting)
-        except (OSError, asyncio.TimeoutError):
-            connection.close()
-            return
-        finally:
-            self._tickets.pop(ticket, None)
-        relay_between(connection, tunnel)
+        asked = collections.Counter(
+            index
+            for asked_machine, index in self._tickets.values()
+            if asked_machine is machine
+        )
+        num_asked = asked.total()
+        for connection, index in machine.waiting.items():
+            limit = MAX_ASKED if len(self._tickets) < MAX_ASKED_TOTAL else 1
+            if num_asked >= limit:
+                break
+            if connection.error is not None:
+                continue  # The learner has given it up.
+            if asked[index] > 0:
+                asked[index] -= 1
+                continue
+            ticket = secrets.token_hex(16)
+            self._tickets[ticket] = machine, index
+            num_asked += 1
+            machine.control.send(f"open {ticket} {index}")
+            asyncio.get_running_loop().call_later(TICKET_S, self._expire, ticket)
+
+    def _expire(self, ticket: str) -> None:
+        if (asked := self._tickets.pop(ticket, None)) is not None:
+            self._ask(asked[0])
+
+    def _forget_tickets(self, machine: Machine) -> None:
+        """Forget what a machine was asked by a connection that has ended."""
+        self._tickets = {t: a for t, a in self._tickets.items() if a[0] is not machine}
+
+
+def take(waiting: dict[Connection, int], index: int) -> Connection | None:
+    """Remove and return the newest open connection for a server, if there is one."""
+    for connection in [c for c, i in reversed(waiting.items()) if i == index]:
+        del waiting[connection]
+        if connection.error is None:
+            return connection
+    return None
 
 
 async def accept(flags: argparse.Namespace) -> None:

@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 DIAL_S = 10.0  # Limit for TCP, TLS and the first answer.
 FIRST_WAIT_S, MAX_WAIT_S = 0.1, 5.0  # Waits between two attempts.
 MAX_REFUSALS = 5  # As many refusals in a row before the first welcome end the program.
-MAX_DIALING = 16  # Tunnels that are dialed at the same time.
 OPEN = re.compile(r"open ([0-9a-f]{32}) (\d{1,5})", re.ASCII)
 
 
@@ -71,7 +70,6 @@ class Link:
         self._context = context
         self._keepalive_s = keepalive_s
         self._tasks = Tasks()
-        self._dialing = asyncio.Semaphore(MAX_DIALING)
         self._wait_s = FIRST_WAIT_S
         self._was_welcome = False  # Whether the learner has ever accepted this machine.
 
@@ -133,18 +131,26 @@ class Link:
     async def _open(self, control: Connection, ticket: str, path: str) -> None:
         """Relay between the socket of a server and a new connection to the learner."""
         loop = asyncio.get_running_loop()
+        began = loop.time()
         server = None
         try:
             _, server = await loop.create_unix_connection(Connection, path)
-            async with self._dialing:
-                tunnel = await within(DIAL_S, self._dial(f"tunnel {ticket}"))
+            tunnel = await within(DIAL_S, self._dial(f"tunnel {ticket}"))
         except (OSError, asyncio.TimeoutError) as error:
             if server is not None:
                 server.close()
                 log.warning("%s", self._explain(error))
             control.send(f"gone {ticket}")
             return
+        dialed_s = loop.time() - began
         relay_between(server, tunnel)
+        await tunnel.end()
+        if not tunnel.was_used and server.error is None:
+            log.warning(
+                "The learner at %s did not use a connection, which took %.1f s to dial",
+                self._learner,
+                dialed_s,
+            )
 
     async def _dial(self, hello: str) -> Connection:
         """Dial the acceptor, send `hello`, and return the connection."""

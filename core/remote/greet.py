@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # Limits for one request; then the learner asks the next server. The limit of a server
 # that is too slow is doubled each time.
-DESCRIBE_S, MAX_DESCRIBE_S = 2.0, 8.0
+DESCRIBE_S, MAX_DESCRIBE_S = 5.0, 10.0
 MAX_REFUSALS = 5  # If one server refuses our certificate so often, the program ends.
 EMPTY_S = 0.2  # Interval of checks while the list of servers is empty.
 SAY_WAITING_S = 10.0  # Interval of log lines while no server answers.

@@ -103,6 +103,7 @@ class Connection(asyncio.Protocol):
         self._is_made = is_made
         self.error: Exception | None = None  # Why it ended; None while it is open.
         self._received = bytearray()  # Bytes not yet read as lines or relayed.
+        self.was_used = False  # Whether bytes for the other end of the relay have come.
         self._changed: asyncio.Future | None = None  # Wakes a coroutine that waits.
         self._other: Connection | None = None  # The other end of the relay, if any.
         self._tls: ssl.SSLObject | None = None
@@ -179,6 +180,11 @@ class Connection(asyncio.Protocol):
         while not self._is_shaken:
             await self._change()
 
+    async def end(self) -> None:
+        """Wait until the connection has ended."""
+        while self.error is None:
+            await self._change()
+
     def certificate_name(self) -> str:
         """Return the name in the other side's certificate; "" without TLS."""
         certificate = self._tls.getpeercert() if self._tls is not None else None
@@ -219,6 +225,7 @@ class Connection(asyncio.Protocol):
 
     def _deliver(self, data: bytes) -> None:
         if self._other is not None:
+            self.was_used = True
             self._other.write(data)
             return
         self._received += data
@@ -261,6 +268,7 @@ def relay_between(a: Connection, b: Connection) -> None:
         one._other = other
     for one, other in ((a, b), (b, a)):
         if one._received:
+            one.was_used = True
             other.write(bytes(one._received))
             one._received.clear()
         one.transport.resume_reading()

@@ -245,6 +245,111 @@ def test_a_server_that_is_away_ends_the_learners_connection_at_once(play):
         acceptor_module.OPEN_S = before
 
 
+@pytest.fixture
+def slow_dials(monkeypatch) -> list[int]:
+    """Let a dial take three times OPEN_S; return how many ran at a time, by dial."""
+    monkeypatch.setattr(acceptor_module, "OPEN_S", 0.2)
+    dial, running, at_a_time = Link._dial, set(), []
+
+    async def dial_slowly(link: Link, hello: str) -> tunnel.Connection:
+        if hello.startswith("tunnel"):
+            running.add(hello)
+            at_a_time.append(len(running))
+            await asyncio.sleep(3 * acceptor_module.OPEN_S)
+            running.remove(hello)
+        return await dial(link, hello)
+
+    monkeypatch.setattr(Link, "_dial", dial_slowly)
+    return at_a_time
+
+
+def test_all_streams_connect_if_dialing_takes_longer_than_the_learner_waits(
+    play, slow_dials, monkeypatch
+):
+    monkeypatch.setattr(acceptor_module, "MAX_ASKED", 5)
+    NUM_SERVERS, STREAMS = 7, 2
+
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        scene.join(*[await scene.echo(str(i)) for i in range(NUM_SERVERS)])
+        path = await scene.joined()
+        echoed: list[asyncio.StreamWriter] = []
+
+        async def stream(address: str) -> None:
+            """Connect like the pool, until there is an answer; stay connected."""
+            while True:
+                reader, writer = await asyncio.open_unix_connection(address)
+                writer.write(b"x")
+                with contextlib.suppress(ConnectionError):
+                    if await reader.read(1) == b"x":
+                        echoed.append(writer)
+                        return
+                writer.close()
+                await asyncio.sleep(0.02)
+
+        await asyncio.gather(
+            *(stream(f"{path}.{i}") for i in range(NUM_SERVERS) for _ in range(STREAMS))
+        )
+        # Few tunnels were dialed in vain (on a busy machine), and never many at a time.
+        assert len(echoed) == NUM_SERVERS * STREAMS <= len(slow_dials)
+        assert len(slow_dials) < 2 * len(echoed)
+        assert max(slow_dials) == acceptor_module.MAX_ASKED
+        for writer in echoed:
+            writer.close()
+
+    play(body)
+
+
+def test_the_machine_says_that_the_learner_did_not_use_a_connection(play, slow_dials):
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        scene.join(await scene.echo("a"))
+        _, writer = await asyncio.open_unix_connection(f"{await scene.joined()}.0")
+        await scene.until(lambda: slow_dials)
+        writer.close()
+        await scene.until(lambda: "did not use a connection" in scene.log)
+        assert f"The learner at {scene.address} did not use" in scene.log
+
+    play(body)
+
+
+def test_a_tunnel_that_never_comes_is_asked_for_again(play, monkeypatch):
+    monkeypatch.setattr(acceptor_module, "TICKET_S", 0.05)
+    monkeypatch.setattr(acceptor_module, "OPEN_S", DEADLINE_S)
+
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        reader, writer = await asyncio.open_connection(*scene.address.split(":"))
+        writer.write(f"torchbeast 1 plain\njoin {MACHINE} 1 x\n".encode())
+        _, learner = await asyncio.open_unix_connection(f"{await scene.joined()}.0")
+        tickets = set()
+        while len(tickets) < 3:
+            line = await reader.readline()
+            assert line, "the acceptor has closed the connection"
+            if match := re.fullmatch(rb"open (\w+) 0\n", line):
+                tickets.add(match[1])
+        assert len(scene.acceptor._tickets) == 1
+        writer.close()
+        learner.close()
+
+    play(body)
+
+
+def test_a_learner_waits_at_a_unix_socket_longer_than_the_acceptor(folder):
+    extension = pytest.importorskip("libtorchbeast._C", reason="not built")
+    path = f"{folder}/silent"
+    limit_s = acceptor_module.OPEN_S + 0.5
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with pytest.raises(extension.ActorError, match="DEADLINE_EXCEEDED"):
+            extension.describe(f"unix:{path}", timeout_s=limit_s)
+        listener.accept()[0].close()
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):  # There was no second attempt.
+            listener.accept()
+
+
 def test_a_machine_that_is_back_soon_keeps_its_place_and_its_tunnels(play):
     async def body(scene: Scene) -> None:
         await scene.open()
