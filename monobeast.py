@@ -394,7 +394,7 @@ class Actor:
 
 def copy_output(to: np.ndarray, output: torch.Tensor) -> None:
     """Copy an output [1, E, ...] into a row [E, ...]."""
-    to[...] = output[0].numpy()
+    to[...] = output.numpy()[0]  # numpy's views take a third of the time of torch's.
 
 
 def as_tensors(row: Nest) -> Nest:
@@ -404,7 +404,7 @@ def as_tensors(row: Nest) -> Nest:
     """
     keys = ("observation", "reward", "done", "last_action")
     return map_nest(
-        lambda x: torch.from_numpy(x).unsqueeze(0), {key: row[key] for key in keys}
+        lambda x: torch.from_numpy(x[np.newaxis]), {key: row[key] for key in keys}
     )
 
 

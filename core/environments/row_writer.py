@@ -91,8 +91,8 @@ class RowWriter:
 
     def number(self, k: int, name: str, value: Any) -> float:
         """Return a scalar as a float."""
-        if type(value) is float:
-            return value
+        if isinstance(value, (float, int)):  # Also np.float64.
+            return float(value)
         try:
             if isinstance(value, str | bytes) or np.ndim(value) != 0:
                 raise TypeError

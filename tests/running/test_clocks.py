@@ -54,9 +54,8 @@ def test_cpp_tells_the_wall_clock_to_grpc_only():
         for match in re.finditer("system_clock", text):
             before = text[match.start() - 60 : match.start()]
             after = text[match.end() :]
-            is_told = re.search(
-                r"(AsyncNext\( &tag, &ok,|set_deadline\() ?std::chrono::$", before
-            )
+            calls = r"(AsyncNext\( &tag, &ok,|set_deadline\(|grace_.Set\(queue_,)"
+            is_told = re.search(calls + " ?std::chrono::$", before)
             assert is_told and after.startswith("::now() +"), (path.name, before)
             found += 1
     assert found

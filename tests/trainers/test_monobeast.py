@@ -54,9 +54,22 @@ def test_an_output_that_net_outputs_declares_is_in_the_rollout(monkeypatch):
 
     monkeypatch.setattr(monobeast.Net, "forward", with_aux)
     monkeypatch.setattr(monobeast, "net_outputs", with_aux_declared)
-    flags = make_flags("Catch", "--num_actors", "1", "--start_method", "fork")
-    with Pool(flags) as pool:
-        rollout = pool.next_rollout()
+    flags = make_flags("Catch", "--num_actors", "1")
+    spaces = monobeast.read_spaces(flags)
+    net = monobeast.create_net(flags, spaces)
+    outputs = monobeast.net_outputs(spaces)
+    buffers = prepare.create_buffers(flags, spaces, net, outputs)
+    actor = monobeast.Actor(
+        flags,
+        net,
+        buffers,
+        actor_id=0,
+        incarnation=0,
+        fetch=lambda: 0,
+        clock=np.zeros(1),
+    )
+    actor.unroll(0)
+    rollout = buffers.rollout(0)
     assert (rollout["aux"][0] == 0).all()  # No action led to the first row.
     expected = 7 * rollout["last_action"][:-1] + 5
     np.testing.assert_array_equal(rollout["aux"][1:], expected)
