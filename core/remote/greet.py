@@ -145,7 +145,6 @@ def complete_flags(
     """
     assert welcome.observation is not None and welcome.action is not None
     check_spaces(welcome.observation, welcome.action)
-    check_arrays(welcome, flags.info_keys)
     B, K = new_rollouts(flags), welcome.num_envs
     if B % K:
         enough = -(-B // K) * K  # The next multiple of K, in new rollouts.
@@ -160,6 +159,7 @@ def complete_flags(
             f"--env is {flags.env} but the servers serve {welcome.env}. Leave "
             "--env out, or start the servers with it."
         )
+    check_arrays(welcome, flags.info_keys)
     try:
         xpid = common_flags.expand_xpid(flags, welcome.env)
     except ValueError as error:
