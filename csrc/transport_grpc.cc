@@ -60,10 +60,6 @@ constexpr int kMaxFrameBytes = (1 << 24) - 1;  // The maximum of HTTP/2.
 // soon. It would never end if a server did not.
 constexpr auto kWriteGrace = std::chrono::seconds(1);
 
-// How long describe() waits before it says that nobody answers at an address:
-// its caller may ask again and again.
-constexpr auto kUnavailablePause = std::chrono::milliseconds(100);
-
 bool is_unix(const std::string& address) {
   return address.starts_with("unix:");
 }
@@ -574,9 +570,6 @@ std::string describe(const std::string& address, const std::string& hello,
   if (!status.ok()) {
     const std::string text = "The environment server " + address +
                              " does not say what it serves: " + to_text(status);
-    if (status.error_code() == grpc::StatusCode::UNAVAILABLE) {
-      std::this_thread::sleep_for(kUnavailablePause);
-    }
     if (is_transient(status)) throw ServerUnavailable(text);
     throw ServerMismatch(text);
   }

@@ -15,6 +15,7 @@
 
 #include "text.h"
 #include "wire_format.h"
+#include "wire_space.h"
 
 namespace torchbeast::wire {
 namespace {
@@ -182,104 +183,6 @@ void add_option(const Segments& message, Reader& reader, const Tag& tag,
     throw DecodeError("it has more than " + std::to_string(kMaxOptions) +
                       " options");
   }
-}
-
-// Kinds of spaces, by their fields in Space.
-enum SpaceKind : uint32_t { kBox = 1, kDiscrete = 2, kDict = 5, kTuple = 6 };
-
-// The bounds of a Box: one number if all are the same.
-std::string short_bounds(const std::string& bounds, const std::string& dtype) {
-  const std::optional<DType> known = dtype_from_name(dtype);
-  const size_t size = known ? itemsize(*known) : 0;
-  if (size == 0 || bounds.size() <= size || bounds.size() % size != 0) {
-    return bounds;
-  }
-  const std::string_view all = bounds;
-  const bool are_same = all.substr(size) == all.substr(0, all.size() - size);
-  return are_same ? bounds.substr(0, size) : bounds;
-}
-
-std::string decode_space(const Segments& message, Piece body, size_t depth);
-
-// Adds an Entry of a Dict: the key and its space.
-void add_entry(const Segments& message, Piece body, size_t depth,
-               std::map<std::string, std::string>& entries) {
-  std::string key;
-  std::string space;
-  Reader entry(message, body);
-  while (!entry.at_end()) {
-    const Tag tag = entry.tag();
-    if (tag.field == 1) {
-      key = read_text(entry, tag, "a key");
-    } else if (tag.field == 2) {
-      Reader::expect(kBytes, tag);
-      space = decode_space(message, entry.bytes(), depth);
-    } else {
-      entry.skip(tag.type);
-    }
-  }
-  entries[key] = std::move(space);
-}
-
-// Returns the space of this kind in the encoding of Welcome::observation.
-std::string decode_kind(const Segments& message, Piece body, uint32_t kind,
-                        size_t depth) {
-  std::map<uint32_t, std::string> fields;
-  std::map<std::string, std::string> entries;  // Of a Dict.
-  Reader reader(message, body);
-  while (!reader.at_end()) {
-    const Tag tag = reader.tag();
-    if (tag.type == kVarint) {
-      const uint64_t value = reader.varint();
-      // A Discrete has single numbers: 0 may also be left out. All other
-      // numbers are repeated: packed or not.
-      if (kind != kDiscrete || value != 0) {
-        put_varint(fields[tag.field], value);
-      }
-    } else if (tag.type != kBytes) {
-      reader.skip(tag.type);
-    } else if (kind == kTuple && tag.field == 1) {
-      put_bytes(fields[1], 1, decode_space(message, reader.bytes(), depth + 1));
-    } else if (kind == kDict && tag.field == 1) {
-      add_entry(message, reader.bytes(), depth + 1, entries);
-    } else {
-      fields[tag.field] += reader.string();
-    }
-  }
-  if (kind == kBox) {
-    for (const uint32_t bounds : {3, 4}) {
-      fields[bounds] = short_bounds(fields[bounds], fields[1]);
-    }
-  }
-  std::string out;
-  put_number(out, 1, kind);
-  for (const auto& [field, bytes] : fields) {
-    put_number(out, 2, field);
-    put_bytes(out, 3, bytes);
-  }
-  for (const auto& [key, space] : entries) {
-    put_bytes(out, 4, key);
-    put_bytes(out, 5, space);
-  }
-  return out;
-}
-
-// Python, which reads the first server's Welcome, checks its spaces. Here they
-// are only compared.
-std::string decode_space(const Segments& message, Piece body, size_t depth) {
-  if (depth > kMaxDepth) throw DecodeError("a space is nested too deeply");
-  std::string out;
-  Reader reader(message, body);
-  while (!reader.at_end()) {
-    const Tag tag = reader.tag();
-    if (tag.field > kTuple) {
-      reader.skip(tag.type);
-    } else {
-      Reader::expect(kBytes, tag);
-      out = decode_kind(message, reader.bytes(), tag.field, depth);
-    }
-  }
-  return out;
 }
 
 // True if every byte of the piece is 0 or 1.

@@ -276,9 +276,11 @@ class Actors:
         # The first actors may be forked, because there are no threads yet. Later on, a
         # fork would copy locks that other threads hold at that moment.
         context = self._context
-        if self._flags.start_method == "fork" and threading.active_count() > 1:
-            context = multiprocessing.get_context("spawn")
-        if self._fork_server is not None and self._fork_server.is_cut_off():
+        cannot_fork = (
+            self._flags.start_method == "fork" and threading.active_count() > 1
+        )
+        is_cut_off = self._fork_server is not None and self._fork_server.is_cut_off()
+        if cannot_fork or is_cut_off:
             context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         i, incarnation = slot.actor_id, self._incarnation

@@ -288,7 +288,6 @@ class SharedWeights:
         Raises:
           ConfigError: names, shapes or dtypes differ; the message has the first one.
         """
-
         shared = {
             name: _describe(array.shape, str(array.dtype))
             for name, array in self._shared.arrays.items()

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # that is too slow is doubled each time.
 DESCRIBE_S, MAX_DESCRIBE_S = 5.0, 10.0
 MAX_REFUSALS = 5  # If one server refuses our certificate so often, the program ends.
-EMPTY_S = 0.2  # Interval of checks while the list of servers is empty.
+ASK_AGAIN_S = 0.1  # Pause after a server has not answered, or the list was empty.
 SAY_WAITING_S = 10.0  # Interval of log lines while no server answers.
 
 
@@ -98,11 +98,11 @@ def greet(
                     f"{why}, for {flags.stall_timeout_s:g} s (--stall_timeout_s). "
                     "Check the name."
                 )
-            time.sleep(EMPTY_S)
         if time.monotonic() > say_at:
             say_at = time.monotonic() + SAY_WAITING_S
             log.log(level, "Waiting for an environment server: %s", why)
         attempt += 1
+        time.sleep(ASK_AGAIN_S)
 
 
 def _is_to_stop(stop: StopSignal) -> bool:

@@ -50,6 +50,7 @@ def test_a_run_survives_the_end_of_its_fork_server_and_that_it_is_stopped(folder
         rows = program.rows()
         program.wait_for(lambda: program.rows() > rows + 3)
         restarts = program.text().count("restarting it")
+        program.wait_for(lambda: len(actors(program)) > 1)
         victim, other = actors(program)[:2]
         # Its socket is deleted, as old files in /tmp are.
         (temporary,) = program.temporary.glob("pymp-*")
