@@ -146,9 +146,8 @@ def make_parser() -> argparse.ArgumentParser:
     inference.add_argument(
         "--num_inference_threads",
         type=int_at_least(1),
-        help="threads that choose actions, each with a copy of the network. Default: 2 "
-        "on a GPU, where one copies data while the other computes; on the CPU one for "
-        "every 4 cores",
+        help="threads that choose actions, each with a copy of the network. Default: 1 "
+        "on a GPU, on the CPU one for every 4 cores",
     )
     inference.add_argument(
         "--actor_device",
@@ -199,7 +198,7 @@ def check_flags(
     if flags.num_inference_threads is None:
         # Few on the CPU: threads that run small operations compete for the GIL.
         on_cpu = flags.actor_device.startswith("cpu")
-        flags.num_inference_threads = max(1, num_cores() // 4) if on_cpu else 2
+        flags.num_inference_threads = max(1, num_cores() // 4) if on_cpu else 1
     server_flags.check_servers(parser, flags)
     return flags
 

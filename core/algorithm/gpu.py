@@ -55,13 +55,19 @@ def in_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
         return
     with torch.cuda.stream(stream):
         yield
-    stream.synchronize()
+        wait_for(stream.device)
 
 
 def wait_for(device: str | torch.device) -> None:
-    """Wait until this thread's current stream has finished; on a CPU return at once."""
+    """Wait until this thread's current stream has finished; on a CPU return at once.
+
+    The thread sleeps. `stream.synchronize()` polls, which takes a core from the
+    environments and makes other threads wait that launch kernels.
+    """
     if torch.device(device).type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        finished = torch.cuda.Event(blocking=True)
+        finished.record(torch.cuda.current_stream(device))
+        finished.synchronize()
 
 
 def allocate_page_locked(num_bytes: int) -> torch.Tensor:
@@ -216,9 +222,10 @@ def explain_failed_recording() -> Iterator[None]:
         first = error.__context__ or error
         if isinstance(first, torch.cuda.OutOfMemoryError):
             raise first from None
+        reason = str(first).partition("\n")[0]  # Hints for CUDA programmers follow.
         raise ConfigError(
             "the network's GPU operations cannot be recorded as a CUDA graph: "
-            f"{first}. forward and the loss must not wait for the GPU (.item(), "
+            f"{reason}. forward and the loss must not wait for the GPU (.item(), "
             ".cpu(), if tensor:). Change them, or use --disable_cuda_graphs."
         ) from error
 

@@ -14,6 +14,7 @@ import torch
 from core.algorithm import replay, vtrace
 from core.algorithm.counters import name_is_taken, not_a_number
 from core.algorithm.distributions import ActionDistribution
+from core.algorithm.gpu import wait_for
 from core.nests import Nest, leaves, map_nest
 
 # Largest part of a batch, in bytes of observations, that a CPU processes at once.
@@ -178,7 +179,9 @@ def sum_scalars(parts: Sequence[ImpalaLoss], norm: torch.Tensor) -> dict[Any, fl
             x = x.sum() if x.ndim else x
             sums[key] = sums[key] + x if key in sums else x
     sums["grad_norm"] = norm.double()
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist()))
+    numbers = torch.stack(list(sums.values()))
+    wait_for(numbers.device)
+    return dict(zip(sums, numbers.tolist()))
 
 
 def target_moments(sums: Mapping[Any, float], num_steps: int) -> tuple[float, float]:

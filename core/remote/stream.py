@@ -155,7 +155,8 @@ class Stream:
                 )
             for check in checks:
                 check()
-            envs.step(actions, next(rows))
+            with service.turns.take():
+                envs.step(actions, next(rows))
             clock[0] = 0.0
             progress[0] += 1
             yield steps.encode(seq + 1, whole=whole)

@@ -254,7 +254,7 @@ def test_updates_by_graphs_are_the_same_updates(device):
 def test_what_cannot_be_recorded_is_named_with_the_flag():
     message = "operation not permitted.*--disable_cuda_graphs"
     with pytest.raises(ConfigError, match=message), gpu.explain_failed_recording():
-        raise RuntimeError("operation not permitted")
+        raise RuntimeError("operation not permitted\nSet CUDA_LAUNCH_BLOCKING=1.")
     # The end of a failed recording raises, too.
     with pytest.raises(ConfigError, match=message), gpu.explain_failed_recording():
         try:
@@ -292,7 +292,7 @@ def test_a_gradient_is_recorded_for_few_sizes_of_a_batch(device):
     """Each recording keeps a batch; --max_policy_lag makes batches of any size."""
     graphs = gpu.Graphs(lambda x: (x * 2,), device)
     for num in range(1, 10):
-        x = torch.rand(2, num, device=device)
+        x = torch.rand(2, num).to(device)  # A failed recording breaks CUDA's generator.
         (doubled,) = graphs(x)
         assert torch.equal(doubled, x * 2)
     assert sorted(graphs._graphs) == [1, 2, 3, 4]

@@ -59,6 +59,8 @@ class LocalStream(RawStream):
                 return str(error)
             except ConnectionResetError:  # The server had not accepted the stream yet.
                 return ""
+            except Goodbye:  # The stream's thread was between two messages.
+                continue
 
     def close(self) -> None:
         self._reader.close()

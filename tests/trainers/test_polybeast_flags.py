@@ -136,10 +136,10 @@ def test_the_cores_are_shared_between_acting_and_learning(
     assert flags.learner_cores == learner_cores
 
 
-def test_a_gpu_that_acts_has_two_threads(monkeypatch):
+def test_a_gpu_that_acts_has_one_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     flags = parse()
-    assert (flags.actor_device, flags.num_inference_threads) == ("cuda:0", 2)
+    assert (flags.actor_device, flags.num_inference_threads) == ("cuda:0", 1)
 
 
 def test_help_names_every_flag_and_no_default_that_says_nothing(capsys):
