@@ -99,41 +99,16 @@ class ImageTorso(nn.Module):
         return F.relu(self.fc(self._convolve(x)))
 
 
-def add_channels(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """On a GPU, append channels of zeros to [N, C, H, W], up to a multiple."""
-    return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % multiple)) if x.is_cuda else x
-
-
-class Conv(nn.Conv2d):
-    """A convolution that also takes pictures with more channels, which are zeros.
-
-    With as many outputs as inputs, its output has these channels, too.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[1] == self.in_channels:
-            return super().forward(x)
-        more = x.shape[1] - self.in_channels
-        out = more if self.out_channels == self.in_channels else 0
-        weight = F.pad(self.weight, (0, 0, 0, 0, 0, more, 0, out))
-        assert self.bias is not None
-        bias = F.pad(self.bias, (0, out))
-        return F.conv2d(x, weight, bias, self.stride, self.padding)
-
-
-class PictureConv(Conv):
+class PictureConv(nn.Conv2d):
     """A convolution over pictures with a few channels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The tensor cores of a GPU take channels by eight.
-        return super().forward(add_channels(x, 8))
-
-
-class Pool(nn.MaxPool2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # cuDNN computes a weight's gradient three times as fast for 32 channels as for
-        # 16.
-        return add_channels(super().forward(x), 32)
+        if not x.is_cuda:
+            return super().forward(x)
+        # The tensor cores of a GPU take channels by eight: the others are zeros.
+        more = (0, 0, 0, 0, 0, -x.shape[1] % 8)
+        x, weight = F.pad(x, more), F.pad(self.weight, more)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
 
 
 class MapLinear(nn.Conv2d):
@@ -146,7 +121,6 @@ class MapLinear(nn.Conv2d):
             return super().forward(x).flatten(1)
         # The gradient of a convolution takes eight times as long as all the rest of
         # ShallowTorso. Channels come last, so `flatten` copies nothing.
-        x = x[:, : self.in_channels]
         x, weight = (y.movedim(1, -1).flatten(1) for y in (x, self.weight))
         return F.linear(x, weight, self.bias)
 
@@ -198,15 +172,15 @@ class DeepTorso(ImageTorso):
     def __init__(self, space: gym.Space):
         def convs(channels: int) -> nn.Module:
             sections: list[nn.Module] = []
-            conv: type[Conv] = PictureConv
+            conv: type[nn.Conv2d] = PictureConv
             for width in (16, 32, 32):
                 sections += [
                     conv(channels, width, kernel_size=3, padding=1),
-                    Pool(kernel_size=3, stride=2, padding=1),
+                    nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
                     ResidualBlock(width),
                     ResidualBlock(width),
                 ]
-                channels, conv = width, Conv
+                channels, conv = width, nn.Conv2d
             return nn.Sequential(*sections, nn.ReLU())
 
         super().__init__(space, convs, 256)
@@ -215,8 +189,8 @@ class DeepTorso(ImageTorso):
 class ResidualBlock(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        self.conv1 = Conv(width, width, kernel_size=3, padding=1)
-        self.conv2 = Conv(width, width, kernel_size=3, padding=1)
+        self.conv1 = nn.Conv2d(width, width, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.conv2(F.relu(self.conv1(F.relu(x))))

@@ -20,7 +20,6 @@ from core.nests import Nest
 from core.remote import frames, messages
 from core.remote.messages import Action, Hello
 from core.remote.places import quote
-from core.remote.turns import Turns
 from core.rollout import row_spec, spec_of
 
 log = logging.getLogger(__name__)
@@ -90,7 +89,6 @@ class Service:
             env_class if options.vector else functools.partial(Environments, env_class)
         )
         self.num_envs = options.num_envs
-        self.turns = Turns()
         envs = self.make_environments(Hello(), clock, num_envs=1)
         with closing(envs, clock):
             self._observation_space: gym.Space = envs.observation_space

@@ -155,8 +155,7 @@ class Stream:
                 )
             for check in checks:
                 check()
-            with service.turns.take():
-                envs.step(actions, next(rows))
+            envs.step(actions, next(rows))
             clock[0] = 0.0
             progress[0] += 1
             yield steps.encode(seq + 1, whole=whole)

@@ -8,7 +8,6 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from core.algorithm import torsos
 from core.algorithm.recurrent import unroll_lstm
 from core.algorithm.torsos import TORSOS, MLPTorso, ShallowTorso, SmallTorso
 from core.errors import ConfigError
@@ -166,34 +165,6 @@ def test_the_deep_model_has_the_papers_fifteen_convolutions():
     assert count(convs, nn.Conv2d) == 15
     channels = [m.out_channels for m in convs.modules() if isinstance(m, nn.Conv2d)]
     assert channels == 5 * [16] + 5 * [32] + 5 * [32]
-
-
-@pytest.mark.parametrize("model", ["small", "shallow", "deep"])
-def test_channels_of_zeros_for_tensor_cores_change_nothing(monkeypatch, model):
-    """Only on a GPU there are such channels. Here they are added on the CPU."""
-    widths = []
-
-    def add_channels(x, multiple):
-        more = nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % multiple))
-        widths.append((x.shape[1], more.shape[1]))
-        return more
-
-    space = SMALL_PICTURES["minatar"] if model == "small" else ATARI
-    torso = make_net(space, model=model).torso
-    pictures = torch.rand(3, *space.shape)
-
-    def features_and_gradients():
-        torso.zero_grad()
-        features = torso(pictures)
-        features.square().sum().backward()
-        return features.detach(), [p.grad for p in torso.parameters()]
-
-    expected = features_and_gradients()
-    monkeypatch.setattr(torsos, "add_channels", add_channels)
-    got = features_and_gradients()
-    assert widths[0] == (4, 8)
-    assert widths[1:] == ([(16, 32), (32, 32), (32, 32)] if model == "deep" else [])
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_small_model_is_as_wide_as_minatar_s_and_the_mlp():
