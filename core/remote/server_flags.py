@@ -20,6 +20,7 @@ MAX_CHARS = 1000  # Of an address or range. To parse a longer one may take minut
 MAX_RANGE = 1 << 16  # Addresses in a range, so that a typing error fills no memory.
 MAX_UNIX_PATH = 107  # Bytes: the limit of Linux, as in csrc/transport_grpc.cc.
 STREAMS_PER_SERVER = 2  # One stream steps while the other waits for its actions.
+STREAMS_FOR_A_GPU = 3  # A GPU takes longer to choose actions.
 
 # The flags of `add_server_flags` that the learner passes on to its own servers.
 SERVER_FLAGS = ("num_servers", "envs_per_stream", "streams_per_server", "keepalive_s")
@@ -208,7 +209,8 @@ def add_server_flags(group: Any) -> None:
         type=int_at_least(1),
         metavar="S",
         help="streams of a server process, each with K environments. While one stream "
-        "waits for actions, another one steps its environments. Default: 2",
+        "waits for actions, another one steps its environments. Default: 2, "
+        "or 3 if a GPU chooses the actions of the learner's own servers",
     )
     group.add_argument(
         "--pipes_basename",
@@ -379,7 +381,8 @@ def set_num_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) 
     if flags.envs_per_stream is None:
         flags.envs_per_stream = divisor(new_rollouts(flags), at_most=ENVS_PER_STREAM)
     if flags.streams_per_server is None:
-        flags.streams_per_server = STREAMS_PER_SERVER
+        on_gpu = flags.actor_device.startswith("cuda")
+        flags.streams_per_server = STREAMS_FOR_A_GPU if on_gpu else STREAMS_PER_SERVER
     per_server = flags.streams_per_server * flags.envs_per_stream
     if flags.num_servers is None:
         flags.num_servers = num_cores() if A is None else max(1, A // per_server)

@@ -105,7 +105,7 @@ def test_both_programs_have_the_same_defaults():
 
 
 def test_defaults_that_depend_on_others_are_filled_in():
-    flags = parse("--batch_size 24")
+    flags = parse("--batch_size 24 --disable_cuda")
     assert flags.num_servers == num_cores()
     assert (flags.envs_per_stream, flags.streams_per_server) == (8, 2)
     assert flags.num_actors == 16 * num_cores()
@@ -136,10 +136,12 @@ def test_the_cores_are_shared_between_acting_and_learning(
     assert flags.learner_cores == learner_cores
 
 
-def test_a_gpu_that_acts_has_one_thread(monkeypatch):
+def test_a_gpu_that_acts_has_one_thread_and_three_streams_of_each_server(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     flags = parse()
     assert (flags.actor_device, flags.num_inference_threads) == ("cuda:0", 1)
+    assert flags.streams_per_server == 3
+    assert parse("--streams_per_server 2").streams_per_server == 2
 
 
 def test_help_names_every_flag_and_no_default_that_says_nothing(capsys):
