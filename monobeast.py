@@ -95,7 +95,7 @@ from core.running.supervise import (
 log = logging.getLogger("monobeast")
 
 TICK_S = 0.2  # The main loop checks signals, failures and clocks at least this often.
-LEARNER_JOIN_S = 30.0  # A run whose updates take longer is stopped without a save.
+LEARNER_JOIN_S = 30.0  # Limit at the end of a run, plus the time of the longest update.
 
 
 # ---------------------------------------------------------------------------- flags
@@ -544,7 +544,8 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     finally:
         watchdog.close()
         actors.stop_handing_out()
-        join_threads(threads, LEARNER_JOIN_S)
+        update_s = min(learner.longest_update_s, flags.stall_timeout_s)
+        join_threads(threads, LEARNER_JOIN_S + update_s)
         actors.close()
     raise_failures(threads)  # A thread may have failed at the last moment.
     run.log(actors.stats())  # The last row, now that the last update is done.

@@ -106,7 +106,7 @@ from core.running.supervise import (
 from core.running.trace import Trace
 
 TICK_S = 0.2  # The main loop checks signals, failures and clocks at least this often.
-JOIN_S = 30.0  # A run whose updates take longer is stopped without a save.
+JOIN_S = 30.0  # Limit at the end of a run, plus the time of the longest update.
 MAX_INFERENCE_BATCH = 1024
 # The keys of a row that Net reads.
 NET_INPUTS = ("observation", "reward", "done", "last_action")
@@ -640,7 +640,8 @@ def train_async(
             actors.stop()
             inference_batcher.close()
             learner_queue.close()
-            join_threads(threads, JOIN_S)
+            update_s = min(learner.longest_update_s, flags.stall_timeout_s)
+            join_threads(threads, JOIN_S + update_s)
     raise_failures(threads)  # A thread may have failed while it was being stopped.
     run.log(last)  # Has the last update, but not the steps discarded by stopping.
     watch.check_ledger()

@@ -97,7 +97,9 @@ class Learner:
         # The other learners (torchrun), or None. All learners do the same updates:
         # everything above except `counts` is the same in all of them.
         self.learners = current()
-        self.stopped = False  # The learners have agreed to stop.
+        # A signal stopped the run; of several learners, all have agreed to stop.
+        self.stopped = False
+        self.longest_update_s = 0.0  # The time of the longest update since the start.
         self.busy = BusyTime()  # Since the last row of the log. Has a lock of its own.
 
     def update(
@@ -135,6 +137,7 @@ class Learner:
             if not replay.split(batch)[0]["done"].size:  # Every new rollout was stale.
                 return
 
+            began = time.monotonic()
             # The learning rate of each parameter group falls linearly to 0.
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
@@ -159,6 +162,7 @@ class Learner:
             self._count(batch, sums, is_finite)
             if self.learners is not None:
                 self._meet_learners()
+            self.longest_update_s = max(self.longest_update_s, time.monotonic() - began)
 
     def _learn_statistics(self, rows: Nest, sums: dict[Any, float]) -> None:
         """Add a batch to the network's running statistics, if flags ask for these."""

@@ -248,6 +248,8 @@ class Run:
             # The other learners need this one until all have agreed to stop.
             late = self._others.check_stop(has_signal)
             has_signal = late or self.learner.stopped
+        else:  # Another thread may wait with a batch: it must not begin an update.
+            self.learner.stopped = has_signal
         return not has_signal and not self.learner.finished()
 
     def end(self) -> Exit:

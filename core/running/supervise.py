@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 HANG_GRACE_S = 60.0
 
 
+SAY_JOIN_S = 1.0  # A wait for threads at the end of a run is logged after this time.
+
+
 REPEAT_S = 600.0  # A warning that comes again is shown again after this time.
 MAX_CAUSES = 1000  # Limits memory, since an environment may raise a new text each time.
 
@@ -135,7 +138,16 @@ def join_threads(
     threads: Mapping[str, concurrent.futures.Future], limit_s: float
 ) -> None:
     """Wait for threads that must stop; log those that still run, and all stacks."""
-    _, running = concurrent.futures.wait(threads.values(), limit_s)
+    _, running = concurrent.futures.wait(threads.values(), min(SAY_JOIN_S, limit_s))
+    if running:
+        log.info(
+            "Waiting for %s to stop, for up to %.0f s. A second signal ends the "
+            "program at once.",
+            ", ".join(name for name, thread in threads.items() if thread in running),
+            limit_s,
+        )
+        left_s = limit_s - SAY_JOIN_S
+        _, running = concurrent.futures.wait(threads.values(), max(0, left_s))
     for name, thread in threads.items():
         if thread in running:
             log.error("%s did not stop within %g s; all stacks follow", name, limit_s)

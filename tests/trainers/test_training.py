@@ -353,6 +353,35 @@ def test_a_second_signal_ends_the_run_at_once(start):
     wait_until(lambda: ended(family))
 
 
+@pytest.mark.parametrize("module, sizes", PROGRAMS)
+def test_a_run_whose_updates_take_long_is_stopped_after_the_present_one(
+    start, tmp_path, module, sizes
+):
+    flags = [*sizes, "--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x"]
+    flags += ["--num_learner_threads", 2]  # The other one has a batch and waits.
+    program = start(*flags, "slow", module, module="tests.trainers.slow_updates")
+    begins = "an update begins"
+    program.wait_for(lambda: program.text().count(begins) == 2)
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 75, program.text()
+    assert program.text().count(begins) == 2
+    found = load(tmp_path / "runs" / "x")
+    assert found.state["learner"]["updates"] == 2
+    assert f"Stopped by SIGTERM at step {found.step}." in program.text()
+
+
+@pytest.mark.parametrize("module, sizes", PROGRAMS)
+def test_a_second_signal_ends_the_wait_for_an_update(start, module, sizes):
+    flags = [*sizes, "--env", "Catch", "--total_steps", ENDLESS, "--xpid", "x"]
+    flags += ["--checkpoint_interval_s", 0]
+    program = start(*flags, "hangs", module, module="tests.trainers.slow_updates")
+    program.wait_for_text("about to hang")
+    os.kill(program.pid, signal.SIGTERM)
+    program.wait_for_text("to stop, for up to 3")
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 128 + signal.SIGTERM, program.text()
+
+
 @pytest.mark.parametrize("env", ["Catch", "tests.wrong_env:make_hanging"])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_no_process_outlives_a_killed_run(start, tmp_path, method, env):
