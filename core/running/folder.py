@@ -42,7 +42,7 @@ class RunDirBusy(ConfigError):
 
 
 def prepare_run_dir(savedir: Path, xpid: str) -> Path:
-    """Create `savedir/xpid`, take its locks, and make `savedir/latest` a link to it.
+    """Create `savedir/xpid` and take its locks.
 
     One lock is a file in the folder. The other lock is beside the folder, in
     `savedir/.locks`, and remains if the folder is deleted. The kernel releases both
@@ -67,16 +67,31 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
         ) from error
     sweep(run_dir)
     sweep(run_dir / "checkpoints")
-    if run_dir.name != "latest":
-        link = run_dir.with_name("latest")
-        temporary = run_dir / f".latest.tmp-{os.getpid()}"  # `sweep` would remove it.
-        try:
-            temporary.symlink_to(run_dir.name)
-            os.replace(temporary, link)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            log.warning("Cannot make %s point to %s: %s", link, run_dir.name, error)
     return run_dir
+
+
+def link_latest(run_dir: Path) -> None:
+    """Make `savedir/latest` a link to the folder of a run."""
+    if run_dir.name == "latest":
+        return
+    link = run_dir.with_name("latest")
+    temporary = run_dir / f".latest.tmp-{os.getpid()}"  # `sweep` would remove it.
+    try:
+        temporary.symlink_to(run_dir.name)
+        os.replace(temporary, link)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        log.warning("Cannot make %s point to %s: %s", link, run_dir.name, error)
+
+
+def remove_unless_recorded(run_dir: Path) -> None:
+    """Delete the folder of a new run that has ended before it had a meta.json."""
+    with contextlib.suppress(OSError):
+        paths = [*run_dir.iterdir()]
+        if {path.name for path in paths} <= {".lock", "out.log"}:
+            for path in paths:
+                path.unlink()
+            run_dir.rmdir()
 
 
 def _lock_name(run_dir: Path) -> None:

@@ -76,6 +76,8 @@ ExtraState = Callable[[], tuple[dict[str, Any], dict[str, dict[str, torch.Tensor
 def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
     """Lock the folder of a run, log there, and seed all random number generators.
 
+    If this creates the folder, and the block ends before `Run.record`, it deletes it.
+
     Without --seed a resumed run keeps its seed, and a new run draws one; in both cases
     `flags.seed` is set. Of several learners, only learner 0 uses the folder, and it
     tells the other learners the folder's name and the seed.
@@ -85,9 +87,13 @@ def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
     """
     others = learners.current()
     run_dir = None
-    if ranks.rank() == 0:
-        run_dir = folder.prepare_run_dir(Path(flags.savedir), flags.xpid)
-    with log_setup.setup_logging(run_dir):
+    with contextlib.ExitStack() as stack:
+        if ranks.rank() == 0:
+            is_new = not Path(flags.savedir, flags.xpid).exists()
+            run_dir = folder.prepare_run_dir(Path(flags.savedir), flags.xpid)
+            if is_new:
+                stack.callback(folder.remove_unless_recorded, run_dir)
+        stack.enter_context(log_setup.setup_logging(run_dir))
         if flags.seed is None and run_dir is not None:
             recorded = folder.recorded_meta(run_dir).get("flags", {})
             flags.seed = recorded.get("seed", secrets.randbelow(2**31))
@@ -213,13 +219,14 @@ class Run:
             )
 
     def record(self, env_options: Mapping[str, Any], **extra: Any) -> None:
-        """Log the environment's options, and write meta.json for this start."""
+        """Log the environment's options, write meta.json, and link `latest` here."""
         if not self._has_folder:
             return
         log_options(env_options, self.recorded)
         extra |= {"step": self.learner.step, "env_options": dict(env_options)}
         flags = ranks.flags_of_run(vars(self.flags))
         folder.write_meta(self.run_dir, flags=flags, extra=extra)
+        folder.link_latest(self.run_dir)
 
     @property
     def first_incarnation(self) -> int:

@@ -480,6 +480,7 @@ def trained(tmp_path):
         run_dir = folder.prepare_run_dir(tmp_path, flags.xpid)
         extra = {"env_options": env_options} if env_options else {}
         folder.write_meta(run_dir, flags=vars(flags), extra=extra)
+        folder.link_latest(run_dir)
 
     return train
 

@@ -17,7 +17,13 @@ import torch
 from core.errors import ConfigError
 from core.running import folder as folder_module
 from core.running import log_setup, logs
-from core.running.folder import RunDirBusy, prepare_run_dir, read_meta, write_meta
+from core.running.folder import (
+    RunDirBusy,
+    link_latest,
+    prepare_run_dir,
+    read_meta,
+    write_meta,
+)
 from tests.running.conftest import (
     DEADLINE_S,
     PRELUDE,
@@ -139,10 +145,11 @@ def test_a_meta_file_that_is_missing_or_damaged_is_named(tmp_path, text):
         read_meta(tmp_path)
 
 
-def test_latest_points_to_the_run_prepared_last(tmp_path):
+def test_latest_points_to_the_run_linked_last(tmp_path):
     for xpid in ("one", "two", "two", "one"):
         run_dir = prepare_run_dir(tmp_path / "runs", xpid)
         assert run_dir.is_dir()
+        link_latest(run_dir)
         assert os.readlink(tmp_path / "runs" / "latest") == xpid
     names = {path.name for path in (tmp_path / "runs").iterdir()}
     assert names == {"one", "two", "latest", ".locks"}
@@ -169,13 +176,14 @@ def test_a_run_of_another_user_is_refused_in_one_line(tmp_path, monkeypatch):
 
 def test_the_run_named_latest_is_the_latest_run(tmp_path):
     run_dir = prepare_run_dir(tmp_path, "one")
+    link_latest(run_dir)
     assert prepare_run_dir(tmp_path, "latest") == run_dir
     assert os.readlink(tmp_path / "latest") == "one"
 
 
 def test_a_folder_in_the_place_of_latest_is_left_alone(tmp_path, caplog):
     (tmp_path / "latest").mkdir()
-    assert prepare_run_dir(tmp_path, "one").is_dir()
+    link_latest(prepare_run_dir(tmp_path, "one"))
     assert not (tmp_path / "latest").is_symlink()
     assert "latest" in caplog.text
     names = {path.name for path in tmp_path.iterdir()}
@@ -190,7 +198,7 @@ def test_what_a_killed_process_was_writing_is_removed_at_the_next_start(tmp_path
     (run_dir / f".latest.tmp-{nobody}").symlink_to("run")
     prepare_run_dir(tmp_path, "run")
     assert {path.name for path in run_dir.iterdir()} == {".lock"}
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "latest", ".locks"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", ".locks"}
 
 
 # The owner forks a child that outlives it, as an actor may for a moment.

@@ -648,6 +648,7 @@ def trained(tmp_path):
         folder.write_meta(
             run_dir, flags=vars(flags), extra={"env_options": env_options}
         )
+        folder.link_latest(run_dir)
 
     return train
 

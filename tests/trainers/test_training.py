@@ -701,6 +701,28 @@ def test_a_network_that_only_the_learner_has_is_refused_in_one_line(tmp_path):
     assert "more.weight is none, the learner's is float[3,5]" in last
 
 
+@pytest.mark.parametrize("module, sizes", PROGRAMS)
+def test_a_start_that_is_refused_leaves_no_folder_and_latest_as_it_was(
+    start, tmp_path, module, sizes
+):
+    def status(*flags: object) -> int:
+        return start(*sizes, "--env", "Catch", *flags, module=module).wait()
+
+    def content() -> set[str]:
+        return {path.name for path in runs.iterdir()}
+
+    runs = tmp_path / "runs"
+    refused = ["--init_from", "nothing", "--xpid"]
+    assert status(*refused, "new") == 78
+    assert content() == {".locks"}
+    assert status("--total_steps", BATCH, "--xpid", "old") == 0
+    assert status(*refused, "new") == 78
+    (runs / "mine").mkdir()
+    assert status(*refused, "mine") == 78
+    assert content() == {".locks", "latest", "old", "mine"}
+    assert os.readlink(runs / "latest") == "old"
+
+
 FULL_DISKS = {
     "inodes": ("nr_inodes=2", "No space left on device", "no inodes left (df -i)"),
     "space": ("size=4k", "No space left on device", "Free some space (df)"),
