@@ -6,16 +6,22 @@ implements --max_policy_lag, which removes rollouts from batches.
 """
 
 import argparse
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from core import ranks
 from core.algorithm import losses, replay
 from core.algorithm.counters import Averages, BusyTime, EpisodeStats
 from core.algorithm.learners import Learners
 from core.nests import Nest, map_nest
+
+log = logging.getLogger(__name__)
+
+MANY_GAMES = 100  # Games without a value for one of --info_keys that cause a warning.
 
 
 class BatchCounts:
@@ -33,6 +39,9 @@ class BatchCounts:
         self.rows = {"learned": 0, "stale": 0, "unused": 0}
         self.episodes = EpisodeStats()  # Has its own lock. So has `averages`.
         self.averages = Averages()  # Since the last row of the log.
+        # Those of --info_keys that no row has had yet. Only learner 0 warns of them.
+        self._missing = [] if ranks.rank() else [*flags.info_keys]
+        self._games = 0  # Since the start.
 
     def leave_out_stale(
         self, parts: tuple[Nest, Nest, Nest], updates: int
@@ -115,6 +124,18 @@ class BatchCounts:
             values = info[key][np.isfinite(info[key])]
             if values.size:
                 self.averages.add(**{f"info_{key}": values.mean()})
+                if key in self._missing:
+                    self._missing.remove(key)
+        self._games += np.count_nonzero(ended)
+        if self._missing and self._games >= MANY_GAMES:
+            log.warning(
+                "--info_keys has %s, but no step of the first %d games had a number "
+                "of this name in info, so the column is blank. "
+                "`python -m core.environments.check ENV` lists the names.",
+                ", ".join(self._missing),
+                self._games,
+            )
+            self._missing = []  # One warning is enough.
         self.rows["learned" if is_learned else "unused"] += rows["done"].size
         return num_steps
 

@@ -381,6 +381,19 @@ def test_the_ledger_tells_what_became_of_every_row(savedir, caplog):
         run.check_ledger(learner, 191, others)
 
 
+def test_an_info_key_that_no_game_has_is_warned_of_once(tmp_path, caplog):
+    a_run = make_run(tmp_path, "--info_keys", "speed,spede,rare")
+    rows = random_rows()
+    info = dict.fromkeys(("speed", "spede", "rare"), rows["reward"] * np.nan)
+    info |= dict.fromkeys(("game_return", "game_step"), rows["reward"] * 0)  # 50 games.
+    first = {**info, "rare": rows["reward"] * 0}
+    for i, (infos, said) in enumerate([(first, 0), (info, 1), (info, 1)]):
+        infos["speed"] = rows["reward"] * 0
+        a_run.learner.update({**rows, "info": infos}, ())
+        assert len(caplog.messages) == said, i
+    assert "--info_keys has spede, but no step of the first 100 games" in caplog.text
+
+
 def test_the_end_of_a_run_sums_up_the_updates_that_were_skipped(tmp_path, caplog):
     caplog.set_level("INFO")
     for spoiled, said in (0, ["1 updates skipped"]), (None, []):
