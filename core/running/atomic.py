@@ -8,23 +8,27 @@ and then renamed. A killed process leaves its temporary file; `sweep` removes it
 import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
 def write_atomically(
-    path: Path, data: bytes, check: Callable[[bytes], object] | None = None
+    path: Path,
+    data: bytes | Iterable[bytes],
+    check: Callable[[bytes], object] | None = None,
 ) -> None:
     """Write a file, or replace it.
 
     Args:
+      data: the contents, or their parts, which may come from the old file.
       check: called with the contents of the temporary file, read back. If it raises,
         the old file stays.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with open(temporary, "w+b") as file:
-            file.write(data)
+            for part in [data] if isinstance(data, bytes) else data:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
             if check is not None:

@@ -17,7 +17,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -268,24 +268,21 @@ def _read_glossary(run_dir: Path) -> dict[str, Field]:
 
 
 def _prepare_csv(path: Path, columns: Sequence[str], resume_step: float | None) -> None:
-    """Reduce logs.csv to a header and the complete rows up to `resume_step`."""
-    old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    # Text after the last \n is an incomplete row.
-    header, *lines = old.split("\n")[:-1] or [""]
-    old_columns = header.split(",")
-    keep = [",".join(columns)]
-    dropped = 0
-    for line in lines:
-        cells = dict(zip(old_columns, line.split(","), strict=False))
-        whole = line.count(",") == header.count(",")
-        if not whole or not cells.get("step", "").isdecimal():
-            dropped += 1  # A power failure can leave zero bytes in a file.
-        elif resume_step is not None and int(cells["step"]) <= resume_step:
-            keep.append(",".join(cells.get(column, "") for column in columns))
-    new = "\n".join(keep) + "\n"
-    if new == old:
+    """Reduce logs.csv to a header and the complete rows up to `resume_step`.
+
+    The file may be larger than the memory: it is read line by line.
+    """
+    lines = _new_lines(path, columns, resume_step)
+    old_header, new_header = next(lines)
+    is_same, num_rows, dropped = old_header == new_header, 0, 0
+    for old, new in lines:
+        is_same &= old == new
+        num_rows += old.endswith("\n")
+        dropped += new is None
+    if is_same:
         return
-    if lines and (resume_step is None or not {*old_columns} <= {*columns}):
+    old_columns = {*old_header.rstrip("\n").split(",")}
+    if num_rows and (resume_step is None or not old_columns <= {*columns}):
         kept = next(
             kept
             for n in range(1, 10_000)
@@ -295,7 +292,38 @@ def _prepare_csv(path: Path, columns: Sequence[str], resume_step: float | None) 
         log.info("Kept the old %s as %s", path.name, kept.name)
     if dropped:
         log.warning("%s: left out %d damaged rows", path, dropped)
-    write_atomically(path, new.encode())
+    lines = _new_lines(path, columns, resume_step)
+    write_atomically(path, ((new or "").encode() for _, new in lines))
+
+
+def _new_lines(
+    path: Path, columns: Sequence[str], resume_step: float | None
+) -> Iterator[tuple[str, str | None]]:
+    """Yield each line of logs.csv with the line in its place; the header comes first.
+
+    The new line is "" for a row after `resume_step` and for an incomplete last line,
+    and None for a damaged row.
+    """
+    header = ",".join(columns) + "\n"
+    if not path.exists():
+        yield "", header
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        old_header = file.readline()
+        yield old_header, header
+        old_columns = old_header.rstrip("\n").split(",")
+        for line in file:
+            cells = line.rstrip("\n").split(",")
+            row = dict(zip(old_columns, cells, strict=False))
+            is_whole = len(cells) == len(old_columns)
+            if not line.endswith("\n"):
+                yield line, ""
+            elif not is_whole or not row.get("step", "").isdecimal():
+                yield line, None  # A power failure can leave zero bytes in a file.
+            elif resume_step is None or int(row["step"]) > resume_step:
+                yield line, ""
+            else:
+                yield line, ",".join(row.get(name, "") for name in columns) + "\n"
 
 
 class _EventFile:

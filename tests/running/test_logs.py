@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,6 +179,22 @@ def test_a_failed_rewrite_leaves_the_old_file_whole(tmp_path, monkeypatch):
         logs._prepare_csv(tmp_path / "logs.csv", COLUMNS, 10)
     assert (tmp_path / "logs.csv").read_bytes() == old
     assert not list(tmp_path.glob(".*tmp*"))
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, [*COLUMNS, "more"], COLUMNS[:-1]])
+@pytest.mark.parametrize("resume_step", [4_000, 3_999, None])
+def test_a_resume_does_not_hold_the_file_in_memory(tmp_path, columns, resume_step):
+    path = tmp_path / "logs.csv"
+    cells = ",1.2345678" * (len(COLUMNS) - 1)
+    rows = "".join(f"{step}{cells}\n" for step in range(1, 4_001))
+    path.write_text(",".join(COLUMNS) + "\n" + rows)
+    size = path.stat().st_size
+    tracemalloc.start()
+    logs._prepare_csv(path, columns, resume_step)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < size / 10
+    assert len(steps_of(tmp_path)) == (resume_step or 0)
 
 
 def test_tensorboard_reads_the_same_numbers_as_the_csv(tmp_path):
