@@ -81,7 +81,7 @@ from core.environments import stepping
 from core.errors import Exit, leave
 from core.nests import ArraySpec, Nest, map_nest
 from core.remote import messages, pool, server_flags
-from core.remote.greet import complete_flags, greet, warn_if_insecure
+from core.remote.greet import greet, warn_if_insecure
 from core.remote.local_servers import LocalServers
 from core.remote.server_lists import ServerList
 from core.rollout import Spaces, new_rollouts
@@ -494,10 +494,10 @@ def train(flags: argparse.Namespace) -> Exit:
         stop = stack.enter_context(StopSignal())
         warn_if_insecure(flags)
         servers = stack.enter_context(pool.open_servers(flags))
-        welcome = greet(flags, servers, stop)
-        if welcome is None or stop.received is not None:
+        greeted = greet(flags, servers, stop)
+        if greeted is None or stop.received is not None:
             return Exit.STOPPED  # There is nothing to save yet.
-        flags = complete_flags(flags, welcome)
+        flags, welcome = greeted
         return train_with(flags, servers, welcome, stop)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait for the first server, and check that its environments fit the learner's flags.
+"""Wait for the first server whose environments fit the learner's flags and the run.
 
 For the learner only: imports libtorchbeast.
 """
@@ -9,6 +9,7 @@ import collections
 import logging
 import re
 import time
+from pathlib import Path
 
 import libtorchbeast
 from core import ranks
@@ -21,7 +22,7 @@ from core.remote.local_servers import LocalServers
 from core.remote.server_flags import describe_new_rollouts
 from core.remote.server_lists import ServerList
 from core.rollout import new_rollouts, row_spec, spec_of
-from core.running import common_flags
+from core.running import common_flags, folder
 from core.running.signals import StopSignal
 
 log = logging.getLogger(__name__)
@@ -29,18 +30,23 @@ log = logging.getLogger(__name__)
 # Limits for one request; then the learner asks the next server. The limit of a server
 # that is too slow is doubled each time.
 DESCRIBE_S, MAX_DESCRIBE_S = 5.0, 10.0
-MAX_REFUSALS = 5  # If one server refuses our certificate so often, the program ends.
+MAX_REFUSALS = 5  # A server with so many TLS errors in a row does not fit.
 ASK_AGAIN_S = 0.1  # Pause after a server has not answered, or the list was empty.
 SAY_WAITING_S = 10.0  # Interval of log lines while no server answers.
 
 
 def greet(
     flags: argparse.Namespace, servers: LocalServers | ServerList, stop: StopSignal
-) -> messages.Welcome | None:
-    """Ask one server after another for its Welcome, until one answers.
+) -> tuple[argparse.Namespace, messages.Welcome] | None:
+    """Ask one server after another for its Welcome, until one answers that fits.
 
     Servers of --server_addresses may start at any time, and their list may be empty for
-    any time. Returns None after a signal to stop, to this learner or another one.
+    any time. A list that may change may also have servers that do not fit: they are
+    refused with a warning, and asked again in their turn.
+
+    Returns:
+      The flags with the servers' environment, and the Welcome. None after a signal to
+      stop, to this learner or another one.
 
     Raises:
       LearnerLost: another learner has ended.
@@ -51,9 +57,8 @@ def greet(
     began = say_at = time.monotonic()
     if servers.is_local:
         say_at += SAY_WAITING_S  # The log lines of local servers come first.
-    pem_files = tls.read(flags.tls_dir, is_server=False)
-    refusals: collections.Counter[str] = collections.Counter()
-    limit_s: dict[str, float] = collections.defaultdict(lambda: DESCRIBE_S)
+    asker = _Asker(flags, _trained_env(flags) if servers.may_change else None)
+    refused: dict[str, str] = {}  # The reason, by address.
     # Learners other than the first print only warnings.
     level = logging.WARNING if ranks.rank() else logging.INFO
     attempt = 0
@@ -68,28 +73,22 @@ def greet(
                 "s (--stall_timeout_s). Check the environment: python -m "
                 f"core.environments.check {flags.env}"
             )
-        if addresses := servers.addresses:
+        addresses = servers.addresses
+        refused = {key: refused[key] for key in addresses if key in refused}
+        if addresses:
             address = addresses[attempt % len(addresses)]
             try:
-                return codec.decode_welcome(
-                    libtorchbeast.describe(
-                        address,
-                        info_keys=flags.info_keys,
-                        timeout_s=limit_s[address],
-                        tls=pem_files,
-                    )
-                )
-            except messages.WireError as error:
-                raise ConfigError(f"{address}: {error}") from error
-            except libtorchbeast.ActorError as error:
-                reason = tls.diagnose(address, flags.tls_dir)
-                why = f"{error}; {reason}" if reason else str(error)
-                if "DEADLINE_EXCEEDED" in why:
-                    limit_s[address] = min(2 * limit_s[address], MAX_DESCRIBE_S)
-                refusals[address] = refusals[address] + 1 if reason else 0
-                is_permanent = isinstance(error, libtorchbeast.ServerMismatch)
-                if is_permanent or refusals[address] == MAX_REFUSALS:
-                    raise ConfigError(why) from error
+                return asker.ask(address)
+            except ConnectionError as error:
+                why = str(error)
+                refused.pop(address, None)
+            except ConfigError as error:
+                if not servers.may_change:
+                    raise
+                why = str(error) if address in str(error) else f"{address}: {error}"
+                if refused.get(address) != why:
+                    log.warning("Refused until it fits the run: %s", why)
+                refused[address] = why
         else:
             assert isinstance(servers, ServerList)
             why = servers.problem()
@@ -100,9 +99,73 @@ def greet(
                 )
         if time.monotonic() > say_at:
             say_at = time.monotonic() + SAY_WAITING_S
+            if refused and why not in refused.values():
+                why += f"; {len(refused)} refused: {next(iter(refused.values()))}"
             log.log(level, "Waiting for an environment server: %s", why)
         attempt += 1
         time.sleep(ASK_AGAIN_S)
+
+
+class _Asker:
+    """Asks single servers for their Welcome.
+
+    Args:
+      trained_env: the environment that the servers must have, or None.
+    """
+
+    def __init__(self, flags: argparse.Namespace, trained_env: str | None):
+        self._flags = flags
+        self._trained_env = trained_env
+        self._pem_files = tls.read(flags.tls_dir, is_server=False)
+        # By address: how often in a row TLS has failed, and the time limit.
+        self._tls_failures: collections.Counter[str] = collections.Counter()
+        self._limit_s: dict[str, float] = collections.defaultdict(lambda: DESCRIBE_S)
+
+    def ask(self, address: str) -> tuple[argparse.Namespace, messages.Welcome]:
+        """Return the flags with the server's environment, and its Welcome.
+
+        Raises:
+          ConnectionError: the server does not answer now.
+          ConfigError: the server has an error or does not fit.
+        """
+        flags = self._flags
+        try:
+            raw = libtorchbeast.describe(
+                address,
+                info_keys=flags.info_keys,
+                timeout_s=self._limit_s[address],
+                tls=self._pem_files,
+            )
+            welcome = codec.decode_welcome(raw)
+        except messages.WireError as error:
+            raise ConfigError(f"{address}: {error}") from error
+        except libtorchbeast.ActorError as error:
+            reason = tls.diagnose(address, flags.tls_dir)
+            why = f"{error}; {reason}" if reason else str(error)
+            if "DEADLINE_EXCEEDED" in why:
+                limit_s = 2 * self._limit_s[address]
+                self._limit_s[address] = min(limit_s, MAX_DESCRIBE_S)
+            failures = self._tls_failures[address] + 1 if reason else 0
+            self._tls_failures[address] = failures
+            is_permanent = isinstance(error, libtorchbeast.ServerMismatch)
+            if is_permanent or failures >= MAX_REFUSALS:
+                raise ConfigError(why) from error
+            raise ConnectionError(why) from error
+        if self._trained_env not in (None, welcome.env):
+            raise ConfigError(
+                f"the servers serve {welcome.env} but run {flags.xpid} was trained "
+                f"with {self._trained_env}. Choose another --xpid, or start the "
+                "servers with that environment."
+            )
+        return complete_flags(flags, welcome), welcome
+
+
+def _trained_env(flags: argparse.Namespace) -> str | None:
+    """Return the environment of the run that is resumed, or None in a new run."""
+    run_dir = Path(flags.savedir) / flags.xpid
+    if not any(run_dir.glob("checkpoints/step-*")):
+        return None
+    return folder.recorded_meta(run_dir).get("flags", {}).get("env")
 
 
 def _is_to_stop(stop: StopSignal) -> bool:

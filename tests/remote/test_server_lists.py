@@ -22,7 +22,15 @@ from core.remote import greet, messages, server_flags, server_lists
 from core.remote.frames import arrays_of
 from core.remote.server_lists import AddressFile, DnsName, ServerList, Unavailable
 from core.rollout import row_spec, spec_of
-from libtorchbeast import ActorError, ActorPool, BatchingQueue, DynamicBatcher
+from core.running import folder
+from libtorchbeast import (
+    ActorError,
+    ActorPool,
+    BatchingQueue,
+    DynamicBatcher,
+    ServerMismatch,
+    ServerUnavailable,
+)
 from tests.conftest import DEADLINE_S, wait_until
 
 INSECURE = SimpleNamespace(tls_dir=None, insecure=True)
@@ -344,9 +352,41 @@ class Stop:
         return 15 if time.monotonic() > self._deadline else None
 
 
-def start(servers, stall_timeout_s=60):
-    flags = SimpleNamespace(tls_dir=None, info_keys=(), stall_timeout_s=stall_timeout_s)
-    return greet.greet(flags, servers, Stop())
+def start(servers, stall_timeout_s=60, **flags):
+    """Return the Welcome with which a learner starts."""
+    given = {"tls_dir": None, "info_keys": (), "savedir": "/none", "xpid": "x"}
+    given |= {"stall_timeout_s": stall_timeout_s, **flags}
+    found = greet.greet(SimpleNamespace(**given), servers, Stop())
+    return None if found is None else found[1]
+
+
+def serve(monkeypatch, **answers):
+    """Let the servers a, b... answer so: with an env, or an exception that is raised.
+
+    Each list of answers ends with one that is given for ever. Returns who was asked.
+    """
+    asked = []
+
+    def describe(address, **kwargs):
+        asked.append(address)
+        mine = answers[address[0]]
+        answer = mine.pop(0) if len(mine) > 1 else mine[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(greet.libtorchbeast, "describe", describe)
+    monkeypatch.setattr(
+        greet.codec, "decode_welcome", lambda env: SimpleNamespace(env=env)
+    )
+
+    def complete_flags(flags, welcome):
+        if welcome.env == "Wrong":
+            raise ConfigError("the servers serve Wrong")
+        return flags
+
+    monkeypatch.setattr(greet, "complete_flags", complete_flags)
+    return asked
 
 
 def test_a_name_that_never_resolves_ends_the_start(resolver):
@@ -360,37 +400,107 @@ def test_a_name_that_never_resolves_ends_the_start(resolver):
 def test_the_start_waits_for_the_first_server_of_an_empty_list(monkeypatch, caplog):
     caplog.set_level("INFO", "core.remote.greet")
     source = FakeSource(Unavailable("hosts names no server"))
-    asked = []
-
-    def describe(address, **kwargs):
-        asked.append(address)
-        return b"welcome"
-
-    monkeypatch.setattr(greet.libtorchbeast, "describe", describe)
-    monkeypatch.setattr(greet.codec, "decode_welcome", lambda raw: raw)
+    asked = serve(monkeypatch, a=["Catch"])
     with ServerList([], [source]) as servers, contextlib.ExitStack() as stack:
         later = threading.Timer(0.3, setattr, (source, "result", ["a:1"]))
         stack.callback(later.join)
         later.start()
-        assert start(servers, 0.1) == b"welcome"
+        assert start(servers, 0.1).env == "Catch"
     assert asked == ["a:1"]
     assert "Waiting for an environment server: " in caplog.text
     assert "hosts names no server" in caplog.text
 
 
+OTHER_PROTOCOL = ServerMismatch("The environment server b:1 speaks protocol 2")
+AWAY = ServerUnavailable("The environment server b:1 is away")
+
+
+def test_servers_of_a_changing_list_that_do_not_fit_are_refused_once(
+    monkeypatch, caplog
+):
+    asked = serve(
+        monkeypatch,
+        a=["Wrong"],
+        b=[OTHER_PROTOCOL],
+        c=[messages.WireError("damaged")] * 2 + ["Catch"],
+    )
+    with ServerList([], [FakeSource(["a:1", "b:1", "c:1"])]) as servers:
+        assert start(servers).env == "Catch"
+    assert asked == ["a:1", "b:1", "c:1"] * 3
+    reasons = [
+        "a:1: the servers serve Wrong",
+        "The environment server b:1 speaks protocol 2",
+        "c:1: damaged",
+    ]
+    assert [(r.levelname, r.message) for r in caplog.records] == [
+        ("WARNING", f"Refused until it fits the run: {reason}") for reason in reasons
+    ]
+
+
+def test_a_refused_server_is_named_again_if_it_came_back_and_still_does_not_fit(
+    monkeypatch, caplog
+):
+    serve(monkeypatch, b=[OTHER_PROTOCOL, OTHER_PROTOCOL, AWAY, OTHER_PROTOCOL, "X"])
+    with ServerList([], [FakeSource(["b:1"])]) as servers:
+        assert start(servers).env == "X"
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("others", [[], ["b:1"]])
+def test_a_start_that_waits_names_the_servers_that_it_has_refused(
+    monkeypatch, caplog, others
+):
+    caplog.set_level("INFO", "core.remote.greet")
+    monkeypatch.setattr(greet, "SAY_WAITING_S", 0)
+    serve(monkeypatch, a=["Wrong"] * 6 + ["Catch"], b=[AWAY])
+    with ServerList([], [FakeSource(["a:1", *others])]) as servers:
+        assert start(servers).env == "Catch"
+    waits = [r.message for r in caplog.records if r.message.startswith("Waiting for")]
+    assert len(waits) == 6 * (1 + len(others))
+    assert all("a:1: the servers serve Wrong" in message for message in waits)
+    assert sum("b:1 is away; 1 refused: " in message for message in waits) == (
+        6 * len(others)
+    )
+
+
+@pytest.mark.parametrize("answer", ["Wrong", OTHER_PROTOCOL, messages.WireError("!")])
+def test_a_server_of_a_fixed_list_that_does_not_fit_ends_the_start(monkeypatch, answer):
+    asked = serve(monkeypatch, a=[answer], b=["Catch"])
+    with ServerList(["a:1", "b:1"]) as servers, pytest.raises(ConfigError):
+        start(servers)
+    assert asked == ["a:1"]
+
+
+def test_a_resumed_run_takes_only_servers_of_its_environment(
+    monkeypatch, tmp_path, caplog
+):
+    folder.write_meta(tmp_path, flags={"env": "Catch"}, extra={})
+    serve(monkeypatch, a=["Memory"], b=["Catch"])
+    changing = FakeSource(["a:1", "b:1"])
+    flags = {"savedir": tmp_path.parent, "xpid": tmp_path.name}
+    with ServerList([], [changing]) as servers:
+        assert start(servers, **flags).env == "Memory"  # There is no checkpoint.
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "step-000000000000.safetensors").touch()
+        assert start(servers, **flags).env == "Catch"
+    (record,) = caplog.records
+    said = f"a:1: the servers serve Memory but run {tmp_path.name} was trained with Cat"
+    assert said in record.message
+
+
 def test_a_server_that_is_slow_to_describe_itself_gets_more_time(monkeypatch):
     limits = []
+    serve(monkeypatch)
 
     def describe(address, *, timeout_s, **kwargs):
         limits.append(timeout_s)
         if timeout_s < 10:
             raise ActorError(f"{address} DEADLINE_EXCEEDED: Deadline Exceeded")
-        return b"welcome"
+        return "Catch"
 
     monkeypatch.setattr(greet.libtorchbeast, "describe", describe)
-    monkeypatch.setattr(greet.codec, "decode_welcome", lambda raw: raw)
     with ServerList(["a:1"], []) as servers:
-        assert start(servers) == b"welcome"
+        assert start(servers).env == "Catch"
     assert limits == [5, 10]
 
 

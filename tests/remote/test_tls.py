@@ -259,14 +259,11 @@ def test_actors_give_a_wrong_certificate_up_and_say_why(folders, start_server):
 
 
 def greet(address: str, tls_dir: Path):
-    flags = SimpleNamespace(
-        server_addresses=(address,),
-        info_keys=(),
-        tls_dir=str(tls_dir),
-        stall_timeout_s=DEADLINE_S,
-    )
+    argv = ["--server_addresses", address, "--tls_dir", str(tls_dir)]
+    flags = polybeast.parse_flags([*argv, "--batch_size", str(K)])
     servers = ServerList([address])
-    return greet_module.greet(flags, servers, SimpleNamespace(received=None))
+    _, welcome = greet_module.greet(flags, servers, SimpleNamespace(received=None))
+    return welcome
 
 
 def test_the_learner_stops_if_its_certificate_is_refused_again_and_again(

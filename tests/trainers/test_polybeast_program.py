@@ -525,6 +525,31 @@ def test_a_newcomer_that_differs_is_refused_and_the_run_goes_on(
     assert re.search(refused + ".*env is 'Memory', expected 'Catch'", said), said
 
 
+def test_a_first_server_that_differs_is_refused_and_the_start_waits_for_others(
+    train, serve, run_dir, folder, tmp_path
+):
+    addresses = {env: f"unix:{folder}/{env}" for env in ("Catch", "Memory")}
+    for env, address in addresses.items():
+        flags = ["--num_servers", 1, "--streams_per_server", 1, "--envs_per_stream", K]
+        serve("--env", env, "--server_address", address, *flags)
+    hosts = tmp_path / "hosts"
+    hosts.write_text(addresses["Catch"])
+    flags = [*SIZES, "--server_addresses", f"@{hosts}", "--total_steps", ENDLESS]
+    first = train(*flags)
+    first.wait_for(lambda: num_rows(run_dir) >= 1)
+    stop(first)
+    hosts.write_text(addresses["Memory"])
+    program = train(*flags)
+    program.wait_for_text("Waiting for an environment server")
+    rows = num_rows(run_dir)
+    hosts.write_text("\n".join(addresses.values()))
+    program.wait_for(lambda: num_rows(run_dir) >= rows + 3)
+    said = stop(program)
+    reason = f"{addresses['Memory']}: the servers serve Memory but run x was trained "
+    assert re.search(f"WARNING *Refused until it fits the run: {reason}", said), said
+    assert f"Waiting for an environment server: {reason}with Catch" in said
+
+
 def test_frames_options_and_the_runs_name_are_as_the_servers_say(
     start, tmp_path, folder
 ):
