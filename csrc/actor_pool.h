@@ -156,10 +156,11 @@ struct PoolStats {
 // row. If the stream has ever finished a rollout, it may fail four times as
 // often (as in core.running.supervise.RestartBudget).
 //
-// With servers_may_change, a permanent failure ends only its stream once any
-// server has been welcomed: the stream asks its server again after a long wait.
-// Before that it counts as any other failure, because the first server may just
-// be connecting.
+// With servers_may_change, a permanent failure, such as a wrong certificate,
+// ends only its stream once any server has been welcomed, or if the options
+// have the Welcome: the stream asks its server again after a long wait. Before
+// that it counts as any other failure, because the first server may just be
+// connecting.
 class ActorPool {
  public:
   // Throws std::invalid_argument.

@@ -220,7 +220,9 @@ void ActorStream::on_closed(const std::string& why, bool transient) {
   if (run_.stopping_) return;
   if (!life_->closing) {
     if (!transient) {
-      count_failure_locked(why, false);
+      // A server without a right certificate does not fit, either.
+      const bool may_change = run_.options_.servers_may_change;
+      count_failure_locked(why, may_change && !life_->welcomed);
     } else if (life_->welcomed || std::exchange(last_reason_, why) != why) {
       run_.add_event_locked(describe_locked() + ": " + why);
     }  // One message is enough for attempts that fail for the same reason.
@@ -501,7 +503,8 @@ void ActorStream::count_failure_locked(const std::string& why, bool permanent) {
   ++run_.failures_;
   const std::string where = describe_locked() + ": ";
   const bool may_change = run_.options_.servers_may_change;
-  if (permanent && may_change && run_.connects_ > 0) {
+  const bool fits_one = run_.options_.welcome || run_.connects_ > 0;
+  if (permanent && may_change && fits_one) {
     life_->refused = true;
     run_.add_event_locked(where +
                           "refused; the run goes on without it and asks it "

@@ -151,6 +151,32 @@ TEST(a_pool_may_know_the_welcome_of_its_servers) {
                "environments per stream (3) than num_envs (2)", Rig{options});
 }
 
+TEST(a_pool_that_knows_the_welcome_refuses_also_the_first_server_to_connect) {
+  fake::CountingServer server(1);
+  RigOptions options;
+  options.addresses = {"a", "b"};
+  options.max_failures = 1;
+  options.servers_may_change = true;
+  options.welcome = read_welcome({});
+  Rig rig(options);
+  rig.start();
+  const auto first = rig.network->accept();
+  first->receive();
+  first->send(fake::failure("another protocol", true));
+  rig.network->accept()->close("a wrong certificate", false);
+  rig.wait_for(StreamState::kWaitingToConnect, 0);
+  rig.wait_for(StreamState::kWaitingToConnect, 1);
+  const auto events = rig.pool->take_events();
+  CHECK_EQ(events.size(), 2u);
+  for (const std::string& event : events) {
+    CHECK(event.find("refused; the run goes on") != std::string::npos);
+  }
+  rig.network->serve("c", &server);
+  rig.pool->set_addresses({"c"});
+  rig.start_agent();
+  Checker(1).check(*rig.queue->dequeue_many());
+}
+
 TEST(messages_are_no_larger_than_the_welcome_says) {
   Rig rig(RigOptions{.num_envs = 3});
   rig.start();
