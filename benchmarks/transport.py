@@ -221,7 +221,7 @@ def learn(
         named_rows=True,
         num_envs=K,
         inference_keys=polybeast.NET_INPUTS,
-        tls=tls.read(tls_dir, is_server=False),
+        tls=tls.files(tls_dir),
         num_threads=num_threads,
     )
     outputs: dict[int, Any] = {}

@@ -71,7 +71,7 @@ void end() {
   if (!was_forked) call_without_gil([] { end_allocations(); });
 }
 
-// core.remote.tls.Credentials: the contents of ca.pem, cert.pem and key.pem.
+// The paths of ca.pem, cert.pem and key.pem.
 using PemFiles = std::tuple<std::string, std::string, std::string>;
 
 std::optional<Tls> to_tls(std::optional<PemFiles> files) {

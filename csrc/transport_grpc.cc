@@ -17,7 +17,9 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <fstream>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -71,13 +73,21 @@ std::pair<std::string, std::string> split_name(const std::string& address) {
   return {address.substr(0, end), address.substr(end + 1)};
 }
 
+// Returns the contents of a PEM file. If there are none, the connection fails:
+// gRPC would take certificates of its own in place of an empty text.
+std::string read_pem(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str().empty() ? "cannot be read" : text.str();
+}
+
 std::shared_ptr<grpc::ChannelCredentials> make_credentials(
     const std::string& address, const std::optional<Tls>& tls) {
   if (!tls || is_unix(address)) return grpc::InsecureChannelCredentials();
   grpc::SslCredentialsOptions options;
-  options.pem_root_certs = tls->ca;
-  options.pem_cert_chain = tls->cert;
-  options.pem_private_key = tls->key;
+  options.pem_root_certs = read_pem(tls->ca);
+  options.pem_cert_chain = read_pem(tls->cert);
+  options.pem_private_key = read_pem(tls->key);
   return grpc::SslCredentials(options);
 }
 

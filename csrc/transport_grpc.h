@@ -21,8 +21,9 @@ inline constexpr double kDefaultKeepaliveS = 10;
 // NAME.
 void check_address(const std::string& address);
 
-// Keys and certificates for TLS, as the contents of PEM files. Both sides prove
-// who they are; a server's certificate must have the host name of its address.
+// Paths of PEM files for TLS. Each new connection reads the files, so it has
+// the certificate of that moment. Both sides prove who they are; a server's
+// certificate must have the host name of its address.
 struct Tls {
   std::string ca;    // The authority that has signed the server's certificate.
   std::string cert;  // The learner's certificate.

@@ -207,8 +207,9 @@ class ActorPool:
         connected to anew; 0: never.
       keepalive_s: a machine that is frozen or cut off is noticed within twice this.
       num_threads: threads that receive.
-      tls: the contents of ca.pem, cert.pem and key.pem: all connections but those to
-        unix sockets are encrypted, and both sides show a certificate of this CA.
+      tls: the paths of ca.pem, cert.pem and key.pem: all connections but those to
+        unix sockets are encrypted, and both sides show a certificate of this CA. Each
+        new connection reads the files again.
       value_ranges: (path, low, high) of each integer array of a Step whose values must
         lie in a range, such as (("observation", "direction"), [0], [3]): the least and
         the greatest of one environment's numbers. A server that sends another value
@@ -245,7 +246,7 @@ class ActorPool:
         step_timeout_s: float = 0.0,
         keepalive_s: float = 10.0,
         num_threads: int = 1,
-        tls: tuple[bytes, bytes, bytes] | None = None,
+        tls: tuple[str, str, str] | None = None,
         value_ranges: Sequence[
             tuple[Sequence[str | int], Sequence[int], Sequence[int]]
         ] = (),
@@ -324,7 +325,7 @@ def describe(
     info_keys: Sequence[str] = (),
     run_id: str = "",
     timeout_s: float = 10.0,
-    tls: tuple[bytes, bytes, bytes] | None = None,
+    tls: tuple[str, str, str] | None = None,
 ) -> bytes:
     """Return the Welcome of the server at `address`; for `decode_welcome`. Blocks.
 

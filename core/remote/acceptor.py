@@ -65,7 +65,7 @@ MAX_ASKED_TOTAL = 128  # While all machines dial so many, each may dial only one
 TICKET_S = 15.0  # Then a tunnel counts as lost. More than DIAL_S of the dialer.
 LEAVE_S = 10.0  # A machine that joins again within this time keeps its addresses.
 BIND_S = 5.0  # Time for the acceptor of an earlier learner to end.
-CHECK_SOCKETS_S = 1.0  # Interval of looks whether the unix sockets are still there.
+CHECK_S = 1.0  # Interval of looks at the unix sockets and at the certificate.
 # The sockets of a machine: a part of its name, then a part of its id. "dialed": the
 # learner saves network traffic, as over TCP.
 SOCKET_NAME = "dialed-{}-{}"
@@ -428,8 +428,10 @@ async def accept(flags: argparse.Namespace) -> None:
             describe(address),
         )
         while True:  # Until it is cancelled.
-            await asyncio.sleep(CHECK_SOCKETS_S)
+            await asyncio.sleep(CHECK_S)
             acceptor.check_sockets()
+            if context is not None:
+                tls.reload(context, flags.tls_dir)
     finally:
         await acceptor.close()
 

@@ -116,7 +116,7 @@ class _Asker:
     def __init__(self, flags: argparse.Namespace, trained_env: str | None):
         self._flags = flags
         self._trained_env = trained_env
-        self._pem_files = tls.read(flags.tls_dir, is_server=False)
+        self._pem_files = tls.files(flags.tls_dir)
         # By address: how often in a row TLS has failed, and the time limit.
         self._tls_failures: collections.Counter[str] = collections.Counter()
         self._limit_s: dict[str, float] = collections.defaultdict(lambda: DESCRIBE_S)

@@ -80,7 +80,7 @@ def stream_options(
         # The flag limits one environment; a message carries the rows of all K.
         "step_timeout_s": welcome.num_envs * flags.env_step_timeout_s + SUPERVISOR_S,
         "keepalive_s": flags.keepalive_s,
-        "tls": tls.read(flags.tls_dir, is_server=False),
+        "tls": tls.files(flags.tls_dir),
     }
 
 

@@ -62,6 +62,15 @@ def read(folder: str | None, *, is_server: bool) -> tuple[bytes, bytes, bytes] |
     return ca, cert, key
 
 
+def files(folder: str | None) -> tuple[str, str, str] | None:
+    """Return the paths of a learner's ca.pem, cert.pem and key.pem, after `read`."""
+    if folder is None:
+        return None
+    read(folder, is_server=False)
+    ca, cert, key = map(str, _paths(folder))
+    return ca, cert, key
+
+
 def _paths(folder: str) -> tuple[Path, Path, Path]:
     path = Path(folder).expanduser()
     return path / "ca.pem", path / "cert.pem", path / "key.pem"
@@ -154,6 +163,16 @@ def context(folder: str | None, *, is_server: bool) -> ssl.SSLContext | None:
     return result
 
 
+def reload(context: ssl.SSLContext, folder: str) -> None:
+    """Load the certificate that is in the folder now, for new connections.
+
+    Files that are just being written cannot be used; call it again a little later.
+    """
+    _, cert, key = _paths(folder)
+    with contextlib.suppress(OSError):  # An SSLError is an OSError, too.
+        context.load_cert_chain(cert, key, password="")
+
+
 # What TLS's alerts about the other side's certificate have in their names.
 CERTIFICATE_ALERTS = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED", "DECRYPT_ERROR")
 
@@ -191,6 +210,7 @@ def diagnose(address: str, folder: str | None) -> str | None:
         if folder is None:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         else:
+            read(folder, is_server=False)
             ca, cert, key = _paths(folder)
             context.load_verify_locations(ca)
             context.load_cert_chain(cert, key, password="")
@@ -203,6 +223,8 @@ def diagnose(address: str, folder: str | None) -> str | None:
             # Now the server checks our certificate. It sends data if it accepts it.
             if connection.recv(1):
                 return None
+    except ConfigError as error:  # Since the start these files have changed.
+        return str(error)
     except ssl.SSLEOFError:
         return None  # The server may be ending.
     except ssl.SSLError as error:

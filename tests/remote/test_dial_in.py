@@ -502,6 +502,40 @@ def test_both_sides_say_why_a_certificate_is_refused(
     play(body)
 
 
+def test_a_learner_uses_the_certificate_that_it_has_now(
+    play, folders, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tls, "read", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dialer, "MAX_REFUSALS", 10**6)
+    monkeypatch.setattr(acceptor_module, "CHECK_S", 0.01)
+    monkeypatch.setattr(os, "umask", lambda mask: 0)  # It is this process's.
+    mine = shutil.copytree(folders["other learner"], tmp_path / "mine")
+    shutil.copy(Path(folders["learner"], "ca.pem"), mine)
+    flags = argparse.Namespace(
+        listen="127.0.0.1:0", tls_dir=str(mine), folder=tmp_path / "sockets"
+    )
+    flags.keepalive_s = 5.0
+
+    async def body(scene: Scene) -> None:
+        scene.folder.joinpath("sockets").chmod(0o700)
+        accepting = asyncio.ensure_future(acceptor_module.accept(flags))
+        try:
+            await scene.until(lambda: scene.told)
+            (_, scene.address), *_ = scene.told
+            scene.join(await scene.echo("a"), tls_dir=folders["machine"])
+            await scene.until(lambda: "it was not signed by the CA" in scene.log)
+            for name in ("cert.pem", "key.pem"):
+                await asyncio.sleep(0.03)  # For a moment they do not fit together.
+                shutil.copy(Path(folders["learner"], name), mine)
+            path = await scene.joined()
+            assert await ask(f"{path}.0", b"x") == b"x"
+        finally:
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+
+    play(body)
+
+
 def test_a_learner_is_no_machine_nor_the_other_way_round(folders):
     for who, is_server in (("learner", True), ("machine", False)):
         with pytest.raises(ConfigError, match="certificate purpose.*swapped"):

@@ -104,7 +104,7 @@ def start_server():
 
 
 def describe(address: str, tls_dir: Path | None, timeout_s: float = 0.3):
-    pem_files = tls.read(tls_dir and str(tls_dir), is_server=False)
+    pem_files = tls.files(tls_dir and str(tls_dir))
     raw = libtorchbeast.describe(address, timeout_s=timeout_s, tls=pem_files)
     return codec.decode_welcome(raw)
 
@@ -174,9 +174,9 @@ def test_the_name_of_a_certificate_may_stand_behind_the_address(folders, start_s
 
 def test_a_learner_without_a_certificate_does_not_get_in(folders, start_server):
     address = start_server(folders["right"])
-    ca = (folders["learner"] / "ca.pem").read_bytes()
+    ca = str(folders["learner"] / "ca.pem")
     with pytest.raises(libtorchbeast.ServerUnavailable):
-        libtorchbeast.describe(address, timeout_s=0.3, tls=(ca, b"", b""))
+        libtorchbeast.describe(address, timeout_s=0.3, tls=(ca, "", ""))
 
 
 def test_unix_sockets_do_without(folders, start_server, tmp_path, monkeypatch):
@@ -232,7 +232,7 @@ def make_pool(address: str, tls_dir: Path, **options) -> libtorchbeast.ActorPool
         libtorchbeast.DynamicBatcher(timeout_ms=None),
         [address],
         (np.zeros((1, 1, 2), np.float32),),
-        tls=tls.read(str(tls_dir), is_server=False),
+        tls=tls.files(str(tls_dir)),
         num_envs=K,
         **options,
     )
@@ -244,6 +244,37 @@ def test_actors_play_over_tls(folders, start_server, background):
     wait_until(lambda: pool.stats()["connected"] == 1 or running.done())
     pool.stop()
     running.result(DEADLINE_S)
+
+
+def test_a_stream_that_connects_again_uses_the_files_of_that_moment(
+    folders, start_server, any_certificate, background, tmp_path
+):
+    mine = shutil.copytree(folders["expired-learner"], tmp_path / "mine")
+    pool = make_pool(start_server(folders["right"]), mine, max_failures=1)
+    running = background(pool.run)
+    events = []
+
+    def has_said(words: str) -> bool:
+        events.extend(pool.take_events())
+        return any(words in event for event in events) or running.done()
+
+    wait_until(lambda: has_said("UNAVAILABLE"))
+    shutil.copy(folders["learner"] / "key.pem", mine)
+    wait_until(lambda: has_said("empty address list"))  # The files do not fit together.
+    shutil.copy(folders["learner"] / "cert.pem", mine)
+    wait_until(lambda: pool.stats()["connected"] == 1 or running.done())
+    pool.stop()
+    running.result(DEADLINE_S)
+
+
+def test_files_that_cannot_be_used_any_more_are_named(folders, start_server, tmp_path):
+    mine = shutil.copytree(folders["learner"], tmp_path / "mine")
+    address = start_server(folders["right"])
+    (mine / "ca.pem").unlink()
+    with pytest.raises(libtorchbeast.ServerUnavailable):
+        paths = tuple(str(mine / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+        libtorchbeast.describe(address, timeout_s=DEADLINE_S, tls=paths)
+    assert f"cannot read {mine}/ca.pem" in tls.diagnose(address, str(mine))
 
 
 def test_actors_give_a_wrong_certificate_up_and_say_why(folders, start_server):

@@ -66,7 +66,7 @@ def measure(flags: argparse.Namespace) -> Result:
             proxies.addresses,
             seed=flags.seed,
             keepalive_s=KEEPALIVE_S,
-            tls=tls.read(f"{certs}/learner", is_server=False),
+            tls=tls.files(f"{certs}/learner"),
         ) as learner,
     ):
 
