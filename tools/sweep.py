@@ -62,7 +62,7 @@ from rich.table import Table
 
 from core import flag_types
 from core.errors import Exit
-from core.running import common_flags
+from core.running import common_flags, terminal
 from core.running.machine import num_cores
 from core.running.signals import StopSignal
 from core.running.supervise import describe_exit
@@ -559,6 +559,7 @@ def visible_gpus() -> list[str]:
     return listed.split(",")[:count]
 
 
+@terminal.never_waiting()  # A terminal or `tee` that is gone ends no run.
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.sweep",

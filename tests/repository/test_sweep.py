@@ -9,6 +9,8 @@ import csv
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from core.running.folder import read_meta
-from tests.conftest import Program, ended, wait_until
+from tests.conftest import DEADLINE_S, Program, ended, wait_until
 from tools import sweep
 
 FAKE = 'program = "tests.fake_trainer"\n'
@@ -219,6 +221,32 @@ def test_runs_see_their_gpus_only(toml, tmp_path, monkeypatch, gpus, seen):
     path = toml(FAKE + f"gpus = {gpus}\n[grid]\nseed = [1, 2]")
     assert sweep.main([str(path)]) == 0
     assert {starts(tmp_path / "runs" / name)[0][2] for name in "12"} == seen
+
+
+def test_a_sweep_goes_on_when_who_reads_its_output_is_gone(toml, tmp_path):
+    path = toml(
+        FAKE
+        + f"cores = {len(sweep.usable_cores())}\n"  # One run after the other.
+        + "[flags]\nwait = true\n[grid]\nseed = [1, 2]"
+    )
+    first, second = (tmp_path / "runs" / name for name in "12")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.sweep", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        wait_until(started(first))
+        assert process.stdout is not None and process.stdout.readline()
+        process.stdout.close()
+        for folder in first, second:
+            wait_until(lambda folder=folder: started(folder)() or process.poll())
+            os.kill(pid(folder), signal.SIGUSR1)
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert states(tmp_path) == ["finished", "finished"]
 
 
 def test_a_failed_run_is_reported_does_not_stop_the_others_and_is_tried_again(
