@@ -17,6 +17,7 @@ class Exit(enum.IntEnum):
 
     DONE = 0
     USAGE = 2  # Bad flags. argparse uses the same status.
+    BUSY = 69  # Another process trains in the run's folder. A later try may succeed.
     INTERNAL = 70
     CHECKPOINT = 74  # A checkpoint could not be read or written, or the disk is full.
     STOPPED = 75  # Stopped by a signal; the same command resumes the run.

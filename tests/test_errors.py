@@ -8,6 +8,7 @@ def test_exit_statuses_are_those_documented():
     assert {e.name: e.value for e in Exit} == {
         "DONE": 0,
         "USAGE": 2,
+        "BUSY": 69,
         "INTERNAL": 70,
         "CHECKPOINT": 74,
         "STOPPED": 75,

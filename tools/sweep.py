@@ -29,8 +29,8 @@ once. The same command goes on: it skips what is finished, resumes what was inte
 and tries again what failed. Should the sweep itself be killed, its runs stop with a
 checkpoint (Linux).
 
-Exit status: 0 all runs are finished; 2 sweep.toml is wrong; 70 a run failed; 75 runs
-were stopped and can go on; 78 savedir is in use, or was made with other flags.
+Exit status: 0 all runs are finished; 2 sweep.toml is wrong; 69 savedir is in use; 70 a
+run failed; 75 runs were stopped and can go on; 78 savedir was made with other flags.
 """
 
 import argparse
@@ -577,7 +577,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(sweep.savedir / ".lock", "a+") as lock:  # Held until the end.
             lock.seek(0)
             if user := try_lock(lock):
-                raise SweepError(f"{sweep.savedir} is in use by {user}", Exit.CONFIG)
+                raise SweepError(f"{sweep.savedir} is in use by {user}", Exit.BUSY)
             lock.truncate()
             lock.write(f"sweep {path}, process {os.getpid()} on {socket.gethostname()}")
             lock.flush()

@@ -17,6 +17,7 @@ from core.algorithm.learners import LearnerLost, train_together
 from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, UsageError
 from core.running import terminal
 from core.running.checkpoint import CheckpointError, CheckpointMismatch
+from core.running.folder import RunDirBusy
 from core.running.supervise import send_at_parents_end
 
 
@@ -64,6 +65,8 @@ def _run(
             return say(error, error.status)
         except UsageError as error:
             return say(error, Exit.USAGE)
+        except RunDirBusy as error:
+            return say(error, Exit.BUSY)
         except (ConfigError, EnvSpecError, CheckpointMismatch) as error:
             return say(error, Exit.CONFIG)
         except EnvValueError as error:  # With --serial, and in the test mode.

@@ -334,7 +334,7 @@ def test_a_second_sweep_of_the_same_runs_is_refused(toml, tmp_path, start_sweep)
     first = start_sweep(path)
     first.wait_for(started(tmp_path / "runs" / "1"))
     second = start_sweep(path)
-    assert second.wait() == 78
+    assert second.wait() == 69
     assert f"is in use by sweep {path}, process {first.pid}" in second.text()
     assert len(starts(tmp_path / "runs" / "1")) == 1
     assert first.is_alive()

@@ -905,7 +905,7 @@ def test_a_run_that_is_in_progress_is_not_started_again(start, tmp_path):
     first = start(*flags)
     first.wait_for(lambda: num_rows(tmp_path / "runs" / "x"))
     second = start(*flags)
-    assert second.wait() == 78
+    assert second.wait() == 69  # Not 78: a scheduler may try it again later.
     assert f"is in use by process {first.pid} on " in second.text()
     assert first.is_alive()
 
