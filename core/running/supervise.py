@@ -33,9 +33,7 @@ log = logging.getLogger(__name__)
 # this writes no last checkpoint.
 HANG_GRACE_S = 60.0
 
-
 SAY_JOIN_S = 1.0  # A wait for threads at the end of a run is logged after this time.
-
 
 REPEAT_S = 600.0  # A warning that comes again is shown again after this time.
 MAX_CAUSES = 1000  # Limits memory, since an environment may raise a new text each time.
