@@ -65,7 +65,7 @@ class EnvSpecError(ValueError):
 
 
 def leave(status: int) -> NoReturn:
-    """End this program with `status`, also while threads of an environment still run.
+    """End this program with `status`, also while other threads still run.
 
     sys.exit would wait until the last thread has ended that is not a daemon.
     """
@@ -78,7 +78,7 @@ def leave(status: int) -> NoReturn:
     if not names:
         sys.exit(status)
     print(
-        f"Threads of the environment are still running at the end: {', '.join(names)}",
+        f"Threads are still running at the end: {', '.join(names)}",
         file=sys.stderr,
     )
     logging.shutdown()

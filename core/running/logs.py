@@ -11,25 +11,22 @@ import io
 import logging
 import math
 import numbers
-import os
 import re
-import secrets
 import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from core.algorithm.counters import Field, as_number
-from core.errors import ConfigError
 from core.running import dashboard
 from core.running.atomic import write_atomically
 from core.running.columns import FIELDS, info_field
 from core.running.folder import lock_folder
 from core.running.log_file import LogFile, is_missing, report_lost
 from core.running.log_setup import FileHandler
+from core.running.wandb_log import WandbLog
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +68,7 @@ class RunLog:
         self._failed_writes = 0  # Rows of the present outage that had to wait.
         self._run_dir = run_dir
         self._warned = False
-        self._wandb: ModuleType | None = _import_wandb() if wandb else None
-        self._wandb_run: Any = None
-        self._config = dict(config or {})
+        self._wandb = WandbLog(run_dir, config or {}) if wandb else None
 
         fields = {field.name: field for field in (*FIELDS, *map(info_field, info_keys))}
         if resume_step is not None:
@@ -200,29 +195,14 @@ class RunLog:
         self._events.add(step, values)
         self._report_errors()
         if self._wandb is not None:
-            self._log_to_wandb(values, step)
-
-    def _log_to_wandb(self, values: Mapping[str, float], step: int) -> None:
-        assert self._wandb is not None
-        try:
-            if self._wandb_run is None:
-                self._wandb_run = _init_wandb(self._wandb, self._run_dir, self._config)
-            # W&B ignores steps that it has seen already, before the run was resumed.
-            self._wandb_run.log(values, step=step)
-        except Exception as error:  # A failing service must not stop the run.
-            log.warning("Weights & Biases failed, and gets no more rows: %s", error)
-            self._wandb = self._wandb_run = None
+            self._wandb.add(step, values)
 
     def close(self) -> None:
         for file in self._files:
             file.close()
             report_lost(file)
-        if self._wandb_run is not None:
-            try:
-                self._wandb_run.finish()
-            except Exception as error:
-                log.warning("Weights & Biases failed at the end of the run: %s", error)
-            self._wandb_run = None
+        if self._wandb is not None:
+            self._wandb.close()
 
     def _report_errors(self) -> None:
         """Warn once when the disk fails, and log once when it works again."""
@@ -382,36 +362,3 @@ class _EventFile:
     def _write(self, event: Any) -> None:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
-
-
-def _import_wandb() -> ModuleType:
-    try:
-        import wandb
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "--wandb is set but the package is not installed. Run `pip install wandb`, "
-            "or leave --wandb out."
-        ) from None
-    return wandb
-
-
-def _init_wandb(wandb: ModuleType, run_dir: Path, config: dict[str, Any]) -> Any:
-    return wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "torchbeast"),
-        id=_wandb_id(run_dir),
-        name=run_dir.name,
-        dir=str(run_dir),
-        config=config,
-        resume="allow",
-    )
-
-
-def _wandb_id(run_dir: Path) -> str:
-    """Return the run's id. Its folder holds it, as two runs may have one name."""
-    file = run_dir / "wandb-id"
-    if not file.exists():
-        name = re.sub(r"[/\\#?%:]", "-", run_dir.name)  # W&B refuses these.
-        is_new = not (run_dir / "wandb").exists()  # Otherwise the name was the id.
-        name += f"-{secrets.token_hex(4)}" * is_new
-        write_atomically(file, name.encode())
-    return file.read_text()

@@ -6,20 +6,16 @@ import logging
 import math
 import os
 import random
-import re
-import sys
 import threading
 import time
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from core.algorithm import counters
-from core.errors import ConfigError
 from core.running import log_setup, logs
 from tests.running.conftest import (
     COLUMNS,
@@ -267,71 +263,3 @@ def test_threads_begin_with_the_first_row_and_end_with_the_log(tmp_path):
         run_log.log({"step": 2})
         assert len(threading.enumerate()) == len(before) + 3
     assert threading.enumerate() == before
-
-
-def test_wandb_that_fails_is_left_alone(tmp_path, monkeypatch, caplog):
-    calls = []
-
-    def init(**options):
-        calls.append(options)
-        raise OSError("no network")
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with logs.RunLog(tmp_path, wandb=True) as run_log:
-        for step in (1, 2):
-            run_log.log({"step": step})
-    assert len(calls) == 1
-    assert caplog.text.count("Weights & Biases failed, and gets no more rows: no") == 1
-    assert [row["step"] for row in read_rows(tmp_path / "logs.csv")] == ["1", "2"]
-
-
-def test_wandb_that_fails_at_the_end_does_not_fail_the_run(
-    tmp_path, monkeypatch, caplog
-):
-    def finish():
-        raise OSError("no network")
-
-    run = SimpleNamespace(log=lambda row, step: None, finish=finish)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    with logs.RunLog(tmp_path, wandb=True) as run_log:
-        run_log.log({"step": 1})
-    assert "Weights & Biases failed at the end of the run: no network" in caplog.text
-
-
-def test_wandb_that_is_not_installed_is_refused_with_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        logs.RunLog(tmp_path, wandb=True)
-
-
-def test_wandb_gets_the_rows_under_the_id_of_the_run(tmp_path, monkeypatch):
-    calls = []
-    run = SimpleNamespace(
-        log=lambda row, step: calls.append(("log", row, step)),
-        finish=lambda: calls.append(("finish",)),
-    )
-
-    def init(**options):
-        calls.append(("init", options))
-        return run
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    run_dir = tmp_path / "pong:1"
-    run_dir.mkdir()
-    with logs.RunLog(run_dir, wandb=True, config={"seed": 3}) as run_log:
-        assert calls == []  # It would start threads before the actors are forked.
-        run_log.log({"step": 5, "sps": 2.0, "entropy": None})
-        run_log.log({"step": 7})
-    (_, options), *rest = calls
-    assert rest == [
-        ("log", {"step": 5, "sps": 2.0}, 5),
-        ("log", {"step": 7}, 7),
-        ("finish",),
-    ]
-    assert re.fullmatch("pong-1-[0-9a-f]{8}", options["id"])
-    assert options["id"] == logs._wandb_id(run_dir.rename(tmp_path / "moved"))
-    (tmp_path / "old" / "wandb").mkdir(parents=True)
-    assert logs._wandb_id(tmp_path / "old") == "old"
-    assert options["name"] == "pong:1"
-    assert options["resume"] == "allow"
-    assert options["config"] == {"seed": 3}

@@ -347,7 +347,7 @@ def test_a_program_leaves_a_thread_that_still_runs_and_names_it(ends):
     )
     assert result.returncode == 75, result.stderr
     assert result.stdout == "Done\n"
-    said = "Threads of the environment are still running at the end: simulator\n"
+    said = "Threads are still running at the end: simulator\n"
     assert result.stderr == ("" if ends else said)
 
 

@@ -664,7 +664,7 @@ def test_a_run_ends_although_a_thread_of_the_environment_runs(tmp_path, sizes):
     )
     assert done.returncode == 0, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("Threads of the environment are still running at the end: s")
+    assert last.startswith("Threads are still running at the end: s")
 
 
 OWN_NET = """
