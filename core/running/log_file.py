@@ -32,18 +32,26 @@ class LogFile:
     survives the death of this process.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, fd: int | None = None):
+        """Open the file, or write to `fd`, a descriptor that already belongs to it."""
         self.path = path
-        self._fd = self._open()
+        self._fd = self._open() if fd is None else fd
+        self._begin()
+
+    def _begin(self) -> None:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         # Guarded by _changed:
         self.error: OSError | None = None  # Of the latest write; None if it worked.
         self.lost = 0  # Writes dropped because MAX_WAITING_BYTES were waiting.
-        self._waiting = b""
+        self._waiting = bytearray()
         # The number of the latest write asked for, and of the latest one tried.
         self._asked = self._answered = 0
         self._closing = False
+
+    def begin_in_child(self) -> None:
+        """In a forked process, which lacks the thread: begin without a thread."""
+        self._begin()  # The parent writes the data that waits.
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -81,7 +89,8 @@ class LogFile:
             else:
                 self.lost += 1
             if self._thread is None:
-                self._waiting, self.error = self._try(self._waiting)
+                rest, self.error = self._try(bytes(self._waiting))
+                self._waiting = bytearray(rest)
                 return
             self._asked += 1
             number = self._asked
@@ -100,10 +109,10 @@ class LogFile:
                 if self._asked == self._answered:
                     return
                 number = self._asked
-                data, self._waiting = self._waiting, b""
+                data, self._waiting = bytes(self._waiting), bytearray()
             rest, error = self._try(data)
             with self._changed:
-                self._waiting = rest + self._waiting
+                self._waiting = bytearray(rest) + self._waiting
                 self.error, self._answered = error, number
                 self._changed.notify_all()
 
@@ -117,12 +126,16 @@ class LogFile:
             return data, error
         return b"", None
 
+    def flush(self, patience_s: float) -> None:
+        """Wait for the data that waits, for at most `patience_s`."""
+        if isinstance(self.error, TimeoutError):
+            self.error = None  # So that `write` waits again.
+        self.write(b"", patience_s)
+
     def close(self) -> None:
         if self._closing:
             return
-        if isinstance(self.error, TimeoutError):
-            self.error = None  # So that `write` waits a last time.
-        self.write(b"", CLOSE_S)
+        self.flush(CLOSE_S)
         with self._changed:
             self._closing = True
             self._changed.notify_all()

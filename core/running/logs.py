@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from core.algorithm.counters import Field, as_number
-from core.running import dashboard
+from core.running import dashboard, terminal
 from core.running.atomic import write_atomically
 from core.running.columns import FIELDS, info_field
 from core.running.folder import lock_folder
@@ -200,13 +200,14 @@ class RunLog:
     def close(self) -> None:
         for file in self._files:
             file.close()
+        for file in (*self._files, *terminal.files()):
             report_lost(file)
         if self._wandb is not None:
             self._wandb.close()
 
     def _report_errors(self) -> None:
         """Warn once when the disk fails, and log once when it works again."""
-        files = (*self._files, *self._out_logs)
+        files = (*self._files, *self._out_logs, *terminal.files())
         failed = [file for file in files if file.error]
         self._failed_writes += bool(failed)
         if failed and not self._warned:

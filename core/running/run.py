@@ -44,6 +44,7 @@ from core.running import (
     logs,
     settings,
     status_line,
+    terminal,
 )
 from core.running.compute import gpu_utilization, on_one_core
 from core.running.randomness import seed_rng
@@ -321,6 +322,7 @@ class Run:
         Raises:
           Exception: the error that ended the last attempt to log or to save.
         """
+        terminal.start_threads()  # By now the actors have been forked.
         if self._others is not None and not self._has_folder:
             self._others.columns = stats
             return

@@ -9,10 +9,11 @@ a process that writes to them blocks. Training must not block.
         start_processes(output.theirs)  # Each calls redirect_output(output.theirs).
         output.start()
 
-`never_waiting` starts no thread, so that a program may still fork. Lines that cannot be
-shown are counted. Log records are in the run's out.log in any case. Text of C libraries
-is lost if the terminal does not take it: C code may hold the GIL, so no Python thread
-could keep the text.
+`never_waiting` starts no thread, so that a program may still fork. A regular file may
+be on a disk that does not answer: after `start_threads` a thread writes to it. Lines
+that cannot be shown are counted. Log records are in the run's out.log in any case. Text
+of C libraries is lost if the terminal does not take it: C code may hold the GIL, so no
+Python thread could keep the text.
 """
 
 import contextlib
@@ -29,7 +30,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
+
+from core.running.log_file import LogFile
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +57,20 @@ class Terminal(io.TextIOBase):
 
     `write` returns within PATIENCE_S, and at once while the terminal hangs. Text that
     the terminal does not take waits for the next `write` or `flush`. Beyond
-    MAX_WAITING_BYTES text is dropped; a note in its place says how many lines.
+    MAX_WAITING_BYTES text is dropped; a note in its place says how many lines. Text for
+    a regular file goes to a `LogFile`, which has a limit of its own.
     """
 
     def __init__(self, stream: Any):
         """Write to the same place as `stream`, which must have a file descriptor."""
         self._stream = stream
         self._encoding = stream.encoding or "utf-8"
+        fd = stream.fileno()
         # Writes to this descriptor do not block, if possible: see `_open_again`.
-        self.urgent_fd = _open_again(stream.fileno())
+        self.urgent_fd = _open_again(fd)
+        self.file: LogFile | None = None
+        if _is_file(fd):
+            self.file = LogFile(Path(os.path.realpath(f"/dev/fd/{fd}")), fd)
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._waiting = bytearray()
@@ -72,9 +81,14 @@ class Terminal(io.TextIOBase):
     def _reset_in_child(self) -> None:
         self._lock = threading.Lock()
         self._waiting.clear()  # The parent writes this text.
+        if self.file is not None:
+            self.file.begin_in_child()
 
     def write(self, text: str) -> int:
         data = text.encode(self._encoding, "backslashreplace")
+        if self.file is not None:
+            self.file.write(data, PATIENCE_S)
+            return len(text)
         with self._lock:
             if len(self._waiting) + len(data) <= MAX_WAITING_BYTES:
                 self._waiting += data
@@ -85,6 +99,8 @@ class Terminal(io.TextIOBase):
 
     def flush(self, patience_s: float = 0.0) -> None:
         """Write the waiting text, for at most `patience_s`."""
+        if self.file is not None and patience_s:
+            self.file.flush(patience_s)
         with self._lock:
             self._write_waiting(patience_s)
 
@@ -163,6 +179,10 @@ def _open_again(fd: int) -> int:
     return fd
 
 
+def _is_file(fd: int) -> bool:
+    return stat.S_ISREG(os.fstat(fd).st_mode)
+
+
 def _is_ready(fd: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
@@ -191,6 +211,18 @@ def never_waiting(*, c_code: bool = False) -> Iterator[None]:
             sys.stdout, sys.stderr = old
 
 
+def files() -> list[LogFile]:
+    """Return the regular files to which stdout and stderr write, if any."""
+    streams = [x for x in (sys.stdout, sys.stderr) if isinstance(x, Terminal)]
+    return [x.file for x in streams if x.file is not None]
+
+
+def start_threads() -> None:
+    """Write to regular files in threads from now on. A second call does nothing."""
+    for file in files():
+        file.start()
+
+
 def _has_descriptor(stream: Any) -> bool:
     """Return whether a stream has a file descriptor; a stream of a test may not."""
     try:
@@ -208,8 +240,9 @@ def urgent_fd() -> int:
 
 def say_at_once(text: str) -> None:
     """Write to stderr if that is possible without blocking. For signal handlers."""
+    hangs = any(isinstance(file.error, TimeoutError) for file in files())
     with contextlib.suppress(OSError):
-        if _is_ready(urgent_fd(), 0.0):
+        if not hangs and _is_ready(urgent_fd(), 0.0):
             os.write(urgent_fd(), text.encode())
 
 

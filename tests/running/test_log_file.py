@@ -5,9 +5,10 @@ import contextlib
 import fcntl
 import logging
 import os
+import sys
 from pathlib import Path
 
-from core.running import log_file, log_setup, logs
+from core.running import log_file, log_setup, logs, terminal
 from tests.conftest import wait_until
 from tests.running.conftest import (
     event_steps,
@@ -134,3 +135,14 @@ def test_logs_that_hang_are_warned_about_and_rows_are_not_held_up(tmp_path, caps
         wait_until(lambda: not run_log._out_logs[0].error or pipe.read() is None)
         run_log.log({"step": 4})
         assert "works again" in capsys.readouterr().err
+
+
+def test_a_full_disk_behind_stderr_is_warned_about(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(terminal, "_is_file", lambda fd: True)
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with terminal.never_waiting(), logs.RunLog(tmp_path) as run_log:
+            print("printed", file=sys.stderr)
+            run_log.log({"step": 1})
+    assert "Cannot write to /dev/full" in caplog.text
+    assert "The end of /dev/full is lost" in caplog.text

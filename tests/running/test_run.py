@@ -26,7 +26,7 @@ from core.algorithm.update import Learner
 from core.environments.toys import Catch
 from core.errors import ConfigError, Exit
 from core.nests import Nest, map_nest
-from core.running import checkpoint, folder, program, run, supervise
+from core.running import checkpoint, folder, program, run, supervise, terminal
 from core.running.checkpoint import CheckpointError
 from tests.conftest import DEADLINE_S, wait_until
 from tests.normalization_flags import obeyed
@@ -256,6 +256,19 @@ def test_a_disk_that_hangs_is_told(tmp_path, gate, background, monkeypatch, capl
         opened = background(wait_until, lambda: told() > before)  # By the last save.
         opened.add_done_callback(lambda _: gate.set())
     assert saved(a_run) == [50]
+
+
+def test_with_the_first_tick_a_thread_writes_to_the_file_behind_stderr(
+    tmp_path, monkeypatch
+):
+    a_run = make_run(tmp_path, *AT_ONCE)
+    with open(tmp_path / "printed", "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with terminal.never_waiting(), a_run.open():
+            learn(a_run)
+            a_run.tick({})
+            names = [thread.name for thread in threading.enumerate()]
+            assert "write printed" in names
 
 
 def test_a_moment_without_threads_stops_nothing(tmp_path, monkeypatch):

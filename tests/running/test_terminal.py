@@ -94,6 +94,81 @@ def test_a_terminal_after_ctrl_s_holds_nobody_up(background):
     os.close(ours)
 
 
+@pytest.fixture
+def hanging_file(monkeypatch):
+    """A descriptor to read from, and a stream that counts as a file on a disk.
+
+    It is a pipe. `poll` says of each file on a disk that it is ready.
+    """
+    monkeypatch.setattr(terminal, "may_wait", lambda fd: False)
+    monkeypatch.setattr(terminal, "_is_file", lambda fd: True, raising=False)
+    monkeypatch.setattr(terminal, "_is_ready", lambda fd, timeout_s: True)
+    ours, theirs = os.pipe()
+    with open(theirs, "w") as stream:
+        yield ours, stream
+    os.close(ours)
+
+
+def test_a_file_on_a_disk_that_hangs_holds_nobody_up(
+    hanging_file, background, monkeypatch
+):
+    ours, stream = hanging_file
+    monkeypatch.setattr(sys, "stderr", stream)
+    with never_waiting():
+        terminal.start_threads()
+        print("one", file=sys.stderr)
+        assert read(ours) == "one\n"  # At once, in case the program is killed.
+        fill(stream.fileno())
+        for text in "a" * 200, "b\n":
+            background(sys.stderr.write, text).result(DEADLINE_S)
+        background(terminal.say_at_once, "lost" * 50).result(DEADLINE_S)
+        text = ""
+
+        def has_come() -> bool:
+            nonlocal text
+            text += read(ours)
+            return text.endswith("b\n")
+
+        wait_until(has_come)
+        assert text.strip("x") == "a" * 200 + "b\n"
+
+
+def test_a_file_on_a_disk_that_hangs_does_not_hold_up_the_end(
+    hanging_file, background, monkeypatch
+):
+    ours, stream = hanging_file
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(terminal, "CLOSE_S", 0.01)
+
+    def program() -> None:
+        with never_waiting():
+            terminal.start_threads()
+            fill(stream.fileno())
+            print("late" * 50, file=sys.stderr)
+
+    background(program).result(DEADLINE_S)
+    wait_until(lambda: read(ours).endswith("late\n"))  # Its thread, which still waits.
+
+
+FORK = """
+import os, sys
+from core.running import terminal
+with terminal.never_waiting():
+    terminal.start_threads()
+    print("parent", flush=True)
+    if os.fork() == 0:
+        print("child", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_what_a_forked_child_prints_is_in_the_file(tmp_path):
+    with open(tmp_path / "out", "w") as out:
+        subprocess.run([sys.executable, "-c", FORK], cwd=ROOT, stdout=out, check=True)
+    assert (tmp_path / "out").read_text() == "parent\nchild\n"
+
+
 def test_what_others_do_with_the_descriptor_stays_as_it_is(reader_and_stream):
     _, stream = reader_and_stream
     shown = Terminal(stream)
