@@ -5,7 +5,8 @@
     <savedir>/<xpid>/
         meta.json      flags, commit, versions, host; one entry for each start
         logs.csv       one row per --log_interval_s; fields.csv explains the columns
-        out.log        log lines, and the output of environments
+        out.log        log lines, and the output of environments; out.first.log and
+                       out.previous.log if there are many
         tensorboard/   the rows of logs.csv as TensorBoard events
         checkpoints/   the last three checkpoints
         test-*.csv     the games of --mode test; video/ has their mp4 files

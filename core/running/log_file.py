@@ -6,6 +6,7 @@ in the thread that logs, so a disk that hangs would block training. The thread o
 TensorBoard's writer ends if the disk is full.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -72,6 +73,20 @@ class LogFile:
         # The descriptor keeps its number, since the thread may be using it.
         os.dup2(fd, self._fd, inheritable=False)
         os.close(fd)
+
+    def limit(self, max_bytes: int) -> None:
+        """If the file is larger, rename it, and begin a new one.
+
+        The first one is kept as NAME.first.log, the latest one as NAME.previous.log. An
+        error changes nothing: the next call tries again.
+        """
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_size > max_bytes:
+                kept = self.path.with_suffix(".first.log")
+                if kept.exists():
+                    kept = self.path.with_suffix(".previous.log")
+                os.replace(self.path, kept)
+                self.reopen()
 
     def start(self) -> None:
         """Write in a separate thread from now on. A second call does nothing."""

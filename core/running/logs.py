@@ -30,6 +30,10 @@ from core.running.wandb_log import WandbLog
 
 log = logging.getLogger(__name__)
 
+# Then a new out.log begins. An environment that prints all the time writes this in
+# eight minutes (`core.running.terminal.BYTES_PER_S`), another run in weeks.
+MAX_OUT_LOG_BYTES = 32 << 20
+
 
 class RunLog:
     """Writes log rows to logs.csv, TensorBoard and (optional) Weights & Biases.
@@ -188,6 +192,8 @@ class RunLog:
             self._add_columns(new)
         step = int(values["step"])
         self._replace_deleted(step)
+        for file in self._out_logs:
+            file.limit(MAX_OUT_LOG_BYTES)
         for file in (*self._files, *self._out_logs):
             file.start()
         cells = (_format(values.get(column)) for column in self._fields)

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from core.running import log_setup
+from core.running import log_file, log_setup, logs
 
 
 def test_records_go_to_stderr_and_are_appended_to_out_log(tmp_path, capsys):
@@ -61,3 +61,24 @@ def test_the_exception_that_ends_a_run_is_in_out_log(tmp_path, capsys):
     assert "FloatingPointError: the loss is not finite" in text
     assert "in broken" in text
     assert capsys.readouterr().err == ""  # The program itself shows it, as the last.
+
+
+def test_out_log_keeps_the_start_and_the_newest_lines_within_a_limit(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(logs, "MAX_OUT_LOG_BYTES", 1000)
+    monkeypatch.setattr(log_file.LogFile, "start", lambda self: None)  # No thread.
+    for start in range(2):  # The second one resumes the run.
+        with log_setup.setup_logging(tmp_path):
+            with logs.RunLog(tmp_path, resume_step=60 * start) as run_log:
+                for step in range(60):
+                    logging.info("line %d of start %d", step, start)
+                    run_log.log({"step": 60 * start + step})
+                assert "created again" not in (tmp_path / "out.log").read_text()
+    texts = {path.name: path.read_text() for path in tmp_path.glob("out*.log")}
+    assert texts.keys() == {"out.first.log", "out.previous.log", "out.log"}
+    assert all(len(text) < 1100 for text in texts.values())
+    assert "line 0 of start 0" in texts["out.first.log"]
+    newest = texts["out.previous.log"] + texts["out.log"]
+    found = [int(n) for n in re.findall(r"line (\d+) of start 1", newest)]
+    assert found == [*range(found[0], 60)] and len(found) > 9
