@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import logging
 import math
 import multiprocessing
@@ -268,11 +269,13 @@ class Actors:
             return
         for slot in self.slots:
             if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
-                self._start(slot)
+                start = functools.partial(self._start, slot)
+                slot.restart_at = slot.budget.start(f"Actor {slot.actor_id}", start)
         # This starts a thread, so it comes after the first actors: they may be forked.
         self._output.start()
 
     def _start(self, slot: ActorSlot) -> None:
+        """Start a process for `slot`. An OSError may be temporary: see the budget."""
         # The first actors may be forked, because there are no threads yet. Later on, a
         # fork would copy locks that other threads hold at that moment.
         context = self._context
@@ -294,9 +297,7 @@ class Actors:
         )
         self._incarnation += 1
         self._clock[i] = 0.0
-        slot.restart_at = slot.budget.start(f"Actor {i}", process.start)
-        if slot.restart_at is not None:
-            return
+        process.start()
         slot.process = process
         theirs.close()  # Otherwise we would not see that the actor's end is closed.
         slot.reason = None

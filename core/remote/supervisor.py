@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import logging
 import mmap
 import multiprocessing
@@ -140,7 +141,8 @@ class Servers:
         """
         for slot in self.slots:
             if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
-                self._start(slot)
+                start = functools.partial(self._start, slot)
+                slot.restart_at = slot.budget.start(f"Server {slot.index}", start)
         handles: list[Any] = [
             s.process.sentinel for s in self.slots if s.process is not None
         ]
@@ -173,6 +175,7 @@ class Servers:
             slot.process.continue_if_stopped(f"Server {slot.index}")
 
     def _start(self, slot: ServerSlot) -> None:
+        """Start a process for `slot`. An OSError may be temporary: see the budget."""
         if self._flags.remove_folder:
             make_private(os.path.dirname(slot.address.removeprefix("unix:")))
         slot.progress[:] = 0.0
@@ -196,13 +199,11 @@ class Servers:
         # which would lose a signal that should end the child.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            name = f"Server {slot.index}"
-            slot.restart_at = slot.budget.start(name, process.start)
+            process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             theirs.close()  # Otherwise the parent would not see the pipe's end.
-        if slot.restart_at is None:
-            slot.process, slot.pipe = process, ours
+        slot.process, slot.pipe = process, ours
 
     def _receive(self, slot: ServerSlot) -> None:
         assert slot.pipe is not None

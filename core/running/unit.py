@@ -314,9 +314,13 @@ def _children_of(pid: int) -> Iterator[int]:
 def _read_of_all(name: str) -> Iterator[tuple[int, bytes]]:
     """Yield the id of each process of this machine with its /proc/ID/NAME.
 
-    Leaves out those that have just ended, and other users' that may not be read.
+    Leaves out those that have just ended, other users' that may not be read, and all
+    while there are too many open files.
     """
-    names = os.listdir("/proc") if sys.platform == "linux" else ()
+    names: list[str] = []
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            names = os.listdir("/proc")
     for pid in filter(str.isdecimal, names):
         try:
             content = Path("/proc", pid, name).read_bytes()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`core.actors.processes`: deaths of actors, and rollouts that arithmetic can check."""
 
+import contextlib
+import errno
 import itertools
 import multiprocessing.forkserver
 import os
@@ -9,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +46,22 @@ def test_rollouts_of_one_actor_continue_one_another(env):
             rollout = pool.next_rollout()
             check_rollout(rollout, last_row)
             last_row = map_nest(lambda x: x[-1], rollout)
+
+
+def test_an_actor_that_finds_no_descriptors_is_tried_again(monkeypatch, caplog):
+    def fail(*args):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    flags = make_flags("Catch", "--start_method", "fork", "--num_actors", "1")
+    actors = Pool(flags).actors
+    monkeypatch.setattr(BaseContext, "Pipe", fail)
+    with contextlib.closing(actors), pytest.raises(OSError, match="open files"):
+        (slot,) = actors.slots
+        while True:
+            slot.restart_at = 0.0
+            actors.start()
+            assert slot.process is slot.pipe is None
+    assert caplog.text.count("Actor 0 could not be started (OSError(24") == 4
 
 
 def test_killed_actors_tear_no_rollout_and_block_nobody():

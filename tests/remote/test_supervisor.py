@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from core.errors import ConfigError, Exit
 from core.remote import child, local_servers, supervisor
 from core.running import supervise
 from core.running.signals import StopSignal
+from core.running.unit import Unit
 from tests.conftest import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,16 +75,23 @@ def test_sockets_of_servers_that_could_not_say_they_listen_are_removed(folder):
         assert sockets.exists() == left
 
 
-def test_a_server_that_cannot_be_forked_is_tried_again(folder, monkeypatch, caplog):
-    def start(unit):
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+@pytest.mark.parametrize(
+    "what, number",
+    [((Unit, "start"), errno.EAGAIN), ((BaseContext, "Pipe"), errno.EMFILE)],
+    ids=["processes", "descriptors"],
+)
+def test_a_server_that_cannot_be_started_is_tried_again(
+    folder, monkeypatch, caplog, what, number
+):
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(supervisor.Unit, "start", start)
+    monkeypatch.setattr(*what, fail)
     address = f"unix:{folder}/s"
     flags = polybeast_env.parse_flags(["--env", "Catch", "--server_address", address])
     with (
         supervisor.Servers(flags, create_no_server, [address], StopSignal()) as servers,
-        pytest.raises(BlockingIOError),
+        pytest.raises(OSError, match=os.strerror(number)),
     ):
         (slot,) = servers.slots
         while True:
@@ -149,6 +158,7 @@ import sys
 import polybeast_env
 from core.remote.supervisor import Servers
 from core.running.signals import StopSignal
+from core.running.unit import Unit
 
 address = f"unix:{sys.argv[1]}/s"
 flags = polybeast_env.parse_flags(["--env", "Catch", "--server_address", address])

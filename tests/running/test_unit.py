@@ -115,3 +115,17 @@ def test_a_unit_that_cannot_be_watched_is_ended(monkeypatch):
     finally:
         unit.kill()
         unit.join()
+
+
+def test_the_end_of_a_killed_unit_is_seen_without_a_free_descriptor(monkeypatch):
+    def listdir(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    unit = Unit(multiprocessing.get_context("fork"), signal.pause, (), name="unit")
+    unit.start()
+    wait_until(lambda: unit.pid is not None)
+    monkeypatch.setattr(os, "listdir", listdir)
+    unit.kill()
+    unit.join(DEADLINE_S)
+    assert unit.exitcode == -signal.SIGKILL
+    unit.close()
