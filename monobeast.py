@@ -338,6 +338,7 @@ class Actor:
             incarnation=incarnation,
             info_keys=flags.info_keys,
             seed_every_game=flags.serial,
+            max_actions=serial.MAX_ACTIONS // (flags.num_actors * E),
             recycle_games=flags.recycle_games,
             clock=clock,
         )

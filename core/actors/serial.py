@@ -2,8 +2,12 @@
 """`--serial`: actors and learner take turns in one thread; resuming changes no result.
 
 A checkpoint of a serial run also holds the state of the actors. So a resumed run is
-bitwise equal to a run without interruption. (This does not hold with --replay_ratio:
-rollouts are not in checkpoints, so the replay of a resumed run starts empty.)
+bitwise equal to a run without interruption. This does not hold
+
+- with --replay_ratio: rollouts are not in checkpoints, so the replay of a resumed run
+  starts empty;
+- if a game is so long that its actions are more than MAX_ACTIONS allows: the resumed
+  run begins a new game.
 """
 
 import argparse
@@ -26,6 +30,11 @@ from core.running.run import Run
 from core.running.unit import limit_calls
 
 log = logging.getLogger(__name__)
+
+# How many numbers the actions of all unfinished games may have in a checkpoint. Each
+# takes up to 30 bytes, and the header of a safetensors file at most 100 MB. To play a
+# million steps again takes minutes.
+MAX_ACTIONS = 1_000_000
 
 
 @contextlib.contextmanager
@@ -148,7 +157,8 @@ def restore_actors(
     """Restore the actors' state from a checkpoint, bit by bit.
 
     Environments cannot be saved. Each environment plays its present game again, with
-    the same seed and the same actions.
+    the same seed and the same actions. If the game is too long for that (MAX_ACTIONS),
+    it begins the next game.
 
     Raises:
       ConfigError: a flag differs that must be the same; the message names it.
@@ -166,11 +176,19 @@ def restore_actors(
             )
     saved = found.state["actors"]
     tensors = found.tensors["actors"]
+    num_new = 0
     for i, (actor, old) in enumerate(zip(actors, saved)):
         if not old["started"]:
             continue
         for name, array in leaves(actor.last_row):
             array[...] = tensors[f"{i}/row/{name}"].numpy()
         actor.state = tuple(tensors[f"{i}/state/{j}"] for j in range(len(actor.state)))
-        actor.envs.restore(old["envs"], actor.last_row)
+        num_new += actor.envs.restore(old["envs"], actor.last_row)
         actor.started = True
+    if num_new:
+        log.warning(
+            "The unfinished games of %d environments are too long to be played again: "
+            "new games begin there, so this run is not equal to one without the "
+            "interruption.",
+            num_new,
+        )

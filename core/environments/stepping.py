@@ -8,6 +8,7 @@ environment servers import this module.
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,8 @@ class EnvOptions:
       seed_every_game: reset every full game with a seed of its own, as `state` needs.
         Otherwise only the first game is seeded: a new seed costs ALE as much time as
         300 steps.
+      max_actions: how many numbers of actions `state` may hold for each environment. If
+        its unfinished game has more, `restore` begins a new game instead.
       recycle_games: full games after which an environment is closed and a new one takes
         its place, for simulators that leak; 0 for never. Rows do not show it.
       truncation_is_done: a truncated episode takes one row, like a terminated episode.
@@ -63,6 +66,7 @@ class EnvOptions:
     incarnation: int = 0
     info_keys: tuple[str, ...] = ()
     seed_every_game: bool = False
+    max_actions: int = 100_000
     recycle_games: int = 0
     truncation_is_done: bool = False
     clock: np.ndarray | None = None
@@ -80,7 +84,8 @@ class _Progress:
     game_return: float = 0.0  # A game is several episodes if lives end episodes.
     game_step: int = 0
     cut: bool = False  # The last row was `truncated`, so the next step only resets.
-    actions: list[Nest] = dataclasses.field(default_factory=list)  # Of this game.
+    # Of this game; None if there are too many for `state`.
+    actions: list[Nest] | None = dataclasses.field(default_factory=list)
 
     def end_episode(self, *, game_over: bool) -> None:
         self.episode_return, self.episode_step, self.cut = 0.0, 0, False
@@ -141,6 +146,8 @@ class Environments:
             self.observation_space = convert_space(self.envs[0].observation_space)
             self.action_space = convert_space(self.envs[0].action_space)
             self._action_spaces = leaf_spaces(self.action_space)
+            size = sum(math.prod(x.shape) for _, x in leaves(self._action_spaces))
+            self._max_steps = self._options.max_actions // size
             self.row_spec = row_spec(
                 self.observation_space, self.action_space, self._info_keys
             )
@@ -172,11 +179,8 @@ class Environments:
     def reset(self, rows: Nest) -> None:
         """Begin the first game of every environment; write the first rows."""
         self._progress = [_Progress() for _ in self.envs]
-        _clear(rows)
         for k in range(len(self.envs)):
-            copy_at(rows["last_action"], k, map_nest(first_action, self._action_spaces))
-            observation, _ = self._reset(k, self._game_seed(k, 0))
-            self._write_first(rows, k, observation)
+            self._begin(k, rows)
 
     def step(self, actions: Nest, rows: Nest) -> None:
         """Take `actions` ([K, ...] arrays as the action space says); write the rows.
@@ -224,22 +228,27 @@ class Environments:
             )
         envs = []
         for progress in self._progress:
-            actions = [
-                [np.asarray(leaf).tolist() for _, leaf in leaves(action)]
-                for action in progress.actions
-            ]
+            actions = None
+            if progress.actions is not None:
+                actions = [
+                    [np.asarray(leaf).tolist() for _, leaf in leaves(action)]
+                    for action in progress.actions
+                ]
             envs.append({**progress.counters(), "actions": actions})
         return {"seeds": self.seeds(), "envs": envs}
 
-    def restore(self, state: dict[str, Any], rows: Nest) -> None:
+    def restore(self, state: dict[str, Any], rows: Nest) -> int:
         """Bring new environments to the point at which `state` was taken.
 
         Play the current game of each environment again: the seeded reset, then the
-        saved actions.
+        saved actions. If they were too many to be saved, begin the next game.
 
         Args:
           state: the result of `state()`.
-          rows: the last rows before `state`. They are read, not written.
+          rows: the last rows before `state`. Written only where the next game begins.
+
+        Returns:
+          The number of environments that begin the next game.
 
         Raises:
           ValueError: `state` belongs to other environments.
@@ -254,7 +263,12 @@ class Environments:
             )
         replayed = self.zero_rows()
         self._progress = [_Progress(game=saved["game"]) for saved in state["envs"]]
+        too_long = [k for k, env in enumerate(state["envs"]) if env["actions"] is None]
         for k, saved in enumerate(state["envs"]):
+            if k in too_long:
+                self._progress[k].game += 1
+                self._begin(k, rows)
+                continue
             self._replay(k, saved, replayed)
             difference = self._difference(k, saved, replayed, rows)
             if difference is not None:
@@ -263,6 +277,16 @@ class Environments:
                     f"actions: after a replay of its game, {difference} differs. Such "
                     "an environment cannot resume exactly: leave --serial out."
                 )
+        return len(too_long)
+
+    def _begin(self, k: int, rows: Nest) -> None:
+        """Begin a game of a new environment, and write its first row."""
+        rows["truncated"][k] = False
+        for values in rows["info"].values():
+            values[k] = NAN
+        copy_at(rows["last_action"], k, map_nest(first_action, self._action_spaces))
+        observation, _ = self._reset(k, self._game_seed(k, self._progress[k].game))
+        self._write_first(rows, k, observation)
 
     def _replay(self, k: int, saved: dict[str, Any], rows: Nest) -> None:
         seed = self._game_seed(k, saved["game"])
@@ -299,8 +323,10 @@ class Environments:
             progress.end_episode(game_over=True)
             return
 
-        if self._options.seed_every_game:
+        if self._options.seed_every_game and progress.actions is not None:
             progress.actions.append(action)
+            if len(progress.actions) > self._max_steps:
+                progress.actions = None
         progress.steps += 1
         self._clock[0] = time.monotonic()
         try:

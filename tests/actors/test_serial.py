@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`core.actors.serial`: which runs may go on with --serial."""
+"""`core.actors.serial`: which runs may go on with --serial, and how."""
 
+import json
 import types
 
+import numpy as np
 import pytest
 
-from core.actors import serial
+import monobeast
+from core.actors import prepare, serial
 from core.errors import ConfigError
-from tests.actors.pool import make_flags
+from tests.actors.pool import E, T, make_flags
 
 
 def test_a_run_of_polybeast_does_not_go_on_in_lock_step():
@@ -32,3 +35,41 @@ def test_a_run_goes_on_in_lock_step_with_the_same_values_only(key, old):
     found = types.SimpleNamespace(state={"flags": trained})
     with pytest.raises(ConfigError, match=f"^--{key} is .* trained with .* as they"):
         serial.restore_actors(flags, [], found)
+
+
+def make_actor(flags):
+    spaces = monobeast.read_spaces(flags)
+    net = monobeast.create_net(flags, spaces)
+    outputs = monobeast.net_outputs(spaces)
+    return monobeast.Actor(
+        flags,
+        net,
+        prepare.create_buffers(flags, spaces, net, outputs),
+        actor_id=0,
+        incarnation=0,
+        fetch=lambda: 0,
+        clock=np.zeros(1),
+    )
+
+
+def test_actions_of_a_game_without_end_are_not_saved_and_a_new_game_begins(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(serial, "MAX_ACTIONS", (T - 1) * E)
+    flags = make_flags("Catch", "--serial", "--num_actors", "1")  # A game: 9 steps.
+    actor = make_actor(flags)
+    actor.unroll(0)
+    assert actor.last_row["episode_step"].tolist() == [T] * E
+    state, tensors = serial.actors_state([actor], 0)
+    saved = state["actors"][0]["envs"]["envs"]
+    assert [env["actions"] for env in saved] == [None] * E
+
+    state = json.loads(json.dumps(state | {"flags": vars(flags)}))
+    resumed = make_actor(flags)
+    found = types.SimpleNamespace(state=state, tensors=tensors)
+    serial.restore_actors(flags, [resumed], found)
+    assert f"unfinished games of {E} environments are too long" in caplog.text
+    assert resumed.last_row["done"].all()
+    resumed.unroll(0)
+    rollout = resumed.buffers.rollout(0)
+    assert (rollout["episode_step"].T == np.arange(T + 1)).all()

@@ -597,6 +597,30 @@ def test_restored_environments_continue_with_identical_rows(name):
             assert_same_rows(continued, at(rows, later))
 
 
+def test_a_game_with_too_many_actions_to_be_saved_is_followed_by_a_new_one():
+    options = {"seed": SEED, "seed_every_game": True, "max_actions": 5}
+    envs = Environments(counting_env.make, 2, **options)
+    rows = empty_rows(envs, 2)
+    envs.reset(rows)
+    while not rows["episode_step"][0] > 5 >= rows["episode_step"][1] > 0:
+        envs.step(np.array([1, 2]), rows)
+    before = copy.deepcopy(rows)
+    restored = Environments(counting_env.make, 2, **options)
+    state = json.loads(json.dumps(envs.state()))
+    assert restored.restore(state, rows) == 1
+    assert_same_rows(at(rows, 1), at(before, 1))
+    game = envs.state()["envs"][0]["game"] + 1
+    seed = env_seed(SEED, 0, 0, game)
+    assert counting_env.decode(rows["observation"][0]).seed == seed
+    assert rows["done"][0] and rows["reward"][0] == rows["episode_return"][0] == 0
+    assert restored.state()["envs"][0] == {
+        **{"game": game, "episode_return": 0.0, "episode_step": 0},
+        **{"game_return": 0.0, "game_step": 0, "actions": []},
+    }
+    restored.step(np.array([1, 2]), rows)
+    assert rows["episode_step"].tolist() == [1, before["episode_step"][1] + 1]
+
+
 def test_restore_of_an_environment_that_ignores_its_seed_says_so():
     class Env(CountingEnv):
         def reset(self, *, seed=None, options=None):
