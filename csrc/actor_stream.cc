@@ -539,8 +539,16 @@ void ActorStream::finish_close_locked() {
   if (life_->refused) delay_s = kRefusedBackoffS;
   // A random delay, so that the streams of a server do not all come at once.
   delay_s *= std::uniform_real_distribution(0.5, 1.0)(run_.random_);
+  const auto when = Clock::now() + seconds(delay_s);
+  if (life_->refused) {
+    run_.refused_until_[address_] = when;
+    if (run_.give_place_locked(*this)) {
+      set_address_locked();
+      return;
+    }
+  }
   state_ = StreamState::kWaitingToConnect;
-  run_.to_connect_.emplace(Clock::now() + seconds(delay_s), this);
+  run_.to_connect_.emplace(when, this);
   run_.changed_.notify_all();
 }
 

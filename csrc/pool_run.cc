@@ -102,6 +102,12 @@ size_t PoolRun::set_addresses(const std::vector<std::string>& addresses) {
     if (stopping_) return 0;
     left_out = assign_addresses_locked(addresses);
     num_wanted_ = addresses.size() - left_out;
+    for (const auto& stream : streams_) {
+      if (stream->state_ == StreamState::kWaitingToConnect &&
+          is_refused_locked(stream->wanted_)) {
+        give_place_locked(*stream);  // follow_address_locked() does the rest.
+      }
+    }
     if (slabs_) slabs_->set_num_streams_locked(num_wanted_);
     for (const auto& stream : streams_) {
       if (auto to_end = stream->follow_address_locked()) {
@@ -140,7 +146,7 @@ size_t PoolRun::assign_addresses_locked(
   // First the streams that need not end before.
   for (const bool is_unused : {true, false}) {
     for (const auto& stream : streams_) {
-      if (added.empty()) return 0;
+      if (added.empty()) break;
       if (!stream->wanted_.empty() || stream->address_.empty() != is_unused) {
         continue;
       }
@@ -148,7 +154,13 @@ size_t PoolRun::assign_addresses_locked(
       added.pop_front();
     }
   }
-  return added.size();
+  left_out_ = std::move(added);
+  return left_out_.size();
+}
+
+bool PoolRun::is_refused_locked(const std::string& address) const {
+  const auto found = refused_until_.find(address);
+  return found != refused_until_.end() && found->second > Clock::now();
 }
 
 void PoolRun::work() {
@@ -358,6 +370,20 @@ void PoolRun::finish_moves_locked(const std::vector<Slabs::Move>& moves) {
   for (const Slabs::Move& move : moves) {
     if (move.rollout) streams_[move.rollout->stream]->finish_move_locked();
   }
+}
+
+// The server of the stream was refused. Lets an address that waits for a stream
+// have this one, if there is such an address. The stream's own address waits
+// then.
+bool PoolRun::give_place_locked(ActorStream& stream) {
+  const auto next =
+      std::find_if(left_out_.begin(), left_out_.end(),
+                   [&](const auto& a) { return !is_refused_locked(a); });
+  if (next == left_out_.end()) return false;
+  std::string address = std::move(*next);
+  left_out_.erase(next);
+  left_out_.push_back(std::exchange(stream.wanted_, std::move(address)));
+  return true;
 }
 
 void PoolRun::fail(std::exception_ptr error) {

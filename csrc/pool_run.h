@@ -59,6 +59,7 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
 
   // Called by set_addresses.
   size_t assign_addresses_locked(const std::vector<std::string>& addresses);
+  bool is_refused_locked(const std::string& address) const;
 
   // Called by the streams.
   bool has_ended_locked() const;
@@ -68,6 +69,7 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   void deliver(Slab* slab);
   std::vector<Slabs::Move> begin_moves_locked(Slab& young);
   void finish_moves_locked(const std::vector<Slabs::Move>& moves);
+  bool give_place_locked(ActorStream& stream);
   void fail(std::exception_ptr error);
   void fail_locked(std::exception_ptr error);
   void add_event_locked(std::string line);
@@ -100,7 +102,10 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   std::unique_ptr<const AgentSpec> agent_;
   std::unique_ptr<Slabs> slabs_;
 
-  size_t num_wanted_ = 0;  // Streams that shall have an address.
+  size_t num_wanted_ = 0;             // Streams that shall have an address.
+  std::deque<std::string> left_out_;  // Addresses that wait for a stream.
+  // When servers that do not fit may be asked again, by address.
+  std::map<std::string, Clock::time_point> refused_until_;
 
   // In kWaitingToConnect, by the time at which the thread in run() shall call
   // connect().

@@ -287,7 +287,8 @@ class ActorPool:
         environments in new incarnations.
 
         Returns how many of the addresses, the last new ones, got no stream because
-        there are max_streams already.
+        there are max_streams already. They wait for the stream of an address that
+        leaves, or whose server is refused.
 
         Raises:
           ValueError: an address is neither "unix:/path" nor "host:port".

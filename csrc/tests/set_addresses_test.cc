@@ -258,6 +258,41 @@ TEST(leave_while_waiting_for_room) {
 
 // --- Everything at once ------------------------------------------------------
 
+TEST(a_refused_server_gives_its_place_to_one_that_waits) {
+  RigOptions options = with_places(2, {"good"});
+  options.servers_may_change = true;
+  Rig rig(options);
+  rig.start();
+  Player good(rig.network->accept(), 3);
+  good.greet();
+  play(rig, good, 3);
+  const auto refuse_next = [&](const std::string& address) {
+    const auto connection = rig.network->accept();
+    CHECK_EQ(connection->address, address);
+    connection->receive();
+    connection->send(fake::failure("no ROM", true));
+    connection->wait_closed();
+  };
+  CHECK_EQ(rig.pool->set_addresses({"good", "b", "b", "c"}), 2u);
+  refuse_next("b");
+  refuse_next("c");
+  // There is no other server now that was not refused a moment ago.
+  rig.wait_for(StreamState::kWaitingToConnect, 1);
+  CHECK_EQ(rig.network->num_dialled(), 0u);
+
+  // One that comes later.
+  CHECK_EQ(rig.pool->set_addresses({"good", "b", "b", "c", "late"}), 3u);
+  Player late(rig.network->accept(), 3);
+  CHECK_EQ(late.connection->address, "late");
+  late.greet();
+  play(rig, late, 3);
+  CHECK(rig.pool->stats().stream_addresses == (Addresses{"good", "late"}));
+  // The refused servers have not left the list: they wait for a place.
+  CHECK_EQ(rig.pool->set_addresses({"good", "c"}), 0u);
+  late.connection->wait_closed();
+  CHECK_EQ(rig.network->accept()->address, "c");
+}
+
 TEST(random_lists_break_no_rollout) {
   constexpr int kLists = 300;
   constexpr int kServers = 7;
