@@ -47,7 +47,7 @@ class WandbLog:
         self._config = dict(config)
         self._rows: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()  # None: end.
         # Starts with the first row. Not a daemon, so that `core.errors.leave` ends the
-        # program without the package's own end, which would hang, too.
+        # program without the atexit hook of the package, which may hang, too.
         self._thread = threading.Thread(target=self._run, name="Weights & Biases")
         self._called_at: float | None = None  # When the present call began.
         self._warned = False
