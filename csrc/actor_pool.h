@@ -155,7 +155,10 @@ struct PoolStats {
 // same holds for a server that does not answer for step_timeout_s. The run ends
 // after a permanent failure, or after max_failures failures of one stream in a
 // row. If the stream has ever finished a rollout, it may fail four times as
-// often (as in core.running.supervise.RestartBudget).
+// often (as in core.running.supervise.RestartBudget). With servers_may_change,
+// these failures end only the stream, as a permanent failure does, while a
+// server at another address is connected and has not failed since its last
+// rollout.
 //
 // With servers_may_change, a permanent failure, such as a wrong certificate,
 // ends only its stream once any server has been welcomed, or if the options

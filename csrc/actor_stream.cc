@@ -504,24 +504,29 @@ void ActorStream::count_failure_locked(const std::string& why, bool permanent) {
   const std::string where = describe_locked() + ": ";
   const bool may_change = run_.options_.servers_may_change;
   const bool fits_one = run_.options_.welcome || run_.connects_ > 0;
-  if (permanent && may_change && fits_one) {
+  ++failures_;
+  const int64_t limit =
+      int64_t{run_.options_.max_failures} * (has_finished_ ? kPatience : 1);
+  const bool too_often = failures_ >= limit;
+  std::string reason = why;
+  if (too_often && !permanent) {
+    reason = "failed " + std::to_string(failures_) +
+             " times in a row without finishing a rollout; now: " + why;
+  }
+  if (may_change && ((permanent && fits_one) ||
+                     (too_often && run_.has_other_server_locked(address_)))) {
     life_->refused = true;
     run_.add_event_locked(where +
                           "refused; the run goes on without it and asks it "
                           "again within " +
-                          std::to_string(kRefusedBackoffS) + " s: " + why);
+                          std::to_string(kRefusedBackoffS) + " s: " + reason);
     return;
   }
-  ++failures_;
-  const int64_t limit =
-      int64_t{run_.options_.max_failures} * (has_finished_ ? kPatience : 1);
   run_.add_event_locked(where + why);
-  if (permanent && (!may_change || failures_ >= limit)) {
+  if (permanent && (!may_change || too_often)) {
     run_.fail_locked(std::make_exception_ptr(ServerMismatch(where + why)));
-  } else if (failures_ >= limit) {
-    run_.fail_locked(std::make_exception_ptr(ActorError(
-        where + "failed " + std::to_string(failures_) +
-        " times in a row without finishing a rollout; now: " + why)));
+  } else if (too_often) {
+    run_.fail_locked(std::make_exception_ptr(ActorError(where + reason)));
   }
 }
 

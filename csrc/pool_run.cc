@@ -386,6 +386,14 @@ bool PoolRun::give_place_locked(ActorStream& stream) {
   return true;
 }
 
+// Whether a server at another address is connected that has not failed lately.
+bool PoolRun::has_other_server_locked(const std::string& address) const {
+  return std::any_of(streams_.begin(), streams_.end(), [&](const auto& stream) {
+    return stream->address_ != address && stream->life_ &&
+           stream->life_->welcomed && stream->failures_ == 0;
+  });
+}
+
 void PoolRun::fail(std::exception_ptr error) {
   std::lock_guard lock(mu_);
   fail_locked(std::move(error));

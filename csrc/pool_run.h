@@ -70,6 +70,7 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   std::vector<Slabs::Move> begin_moves_locked(Slab& young);
   void finish_moves_locked(const std::vector<Slabs::Move>& moves);
   bool give_place_locked(ActorStream& stream);
+  bool has_other_server_locked(const std::string& address) const;
   void fail(std::exception_ptr error);
   void fail_locked(std::exception_ptr error);
   void add_event_locked(std::string line);

@@ -202,7 +202,9 @@ class ActorPool:
       info_keys: scalars of the environments' info to send as well.
       seed, run_id, first_incarnation: told to the servers.
       max_failures: failures in a row, on one stream without a finished rollout, that
-        end the run; four times as many on one that has finished a rollout before.
+        end the run; four times as many on one that has finished a rollout before. With
+        servers_may_change, they end only this stream, as long as a server at another
+        address plays without failures.
       step_timeout_s: a server that does not answer for so long is given up, and
         connected to anew; 0: never.
       keepalive_s: a machine that is frozen or cut off is noticed within twice this.

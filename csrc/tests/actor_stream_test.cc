@@ -455,6 +455,44 @@ TEST(failures_in_a_row_end_the_run) {
   CHECK_EQ(rig.pool->stats().discarded, 3 * (kT - 2));
 }
 
+TEST(failures_in_a_row_end_only_their_stream_while_another_server_plays) {
+  RigOptions options;
+  options.addresses = {"a"};
+  options.max_streams = 2;
+  options.max_failures = 3;
+  options.servers_may_change = true;
+  Rig rig(options);
+  rig.start();
+  Player good(rig.network->accept());
+  good.greet();
+  play(rig, good, 3);
+  rig.pool->set_addresses({"a", "b"});
+  for (int i = 0; i < 3; ++i) {
+    Player bad(rig.network->accept());
+    bad.greet();
+    bad.connection->send("garbage");
+    bad.connection->wait_closed();
+  }
+  const auto events = rig.pool->take_events();
+  CHECK(events.back().find("refused; the run goes on without it") !=
+        std::string::npos);
+  CHECK(events.back().find(
+            "failed 3 times in a row without finishing a rollout; now: the "
+            "server sent a malformed message") != std::string::npos);
+  play(rig, good, 1);
+
+  // Nobody else plays when this one fails too often.
+  good.connection->send(fake::failure("boom"));
+  for (int i = 0; i < 2; ++i) {
+    Player again(rig.network->accept());
+    again.greet();
+    again.connection->send(fake::failure("boom"));
+  }
+  CHECK_THROWS(ActorError,
+               "a (stream 0, environments 0 to 0), step 0: failed 3",
+               rig.running.get());
+}
+
 TEST(a_failure_reaches_who_watches_tuples_by_the_size_of_a_queue) {
   for (const bool named_rows : {false, true}) {
     RigOptions options;
