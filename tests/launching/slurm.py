@@ -5,7 +5,8 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.conftest import wait_until
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("node0", "node1")
 DEADLINE_S = 30
+LOOK_S = 0.2  # Between two questions to Slurm. Each starts programs.
 # Preemption as sites have it: jobs of the partition `low` get SIGTERM, GraceTime to
 # end, and a place in the queue. A requeued job waits for cred_expire (default: 120 s).
 CONFIGURATION = """
@@ -45,6 +47,19 @@ PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=30
 PartitionName=high Nodes=ALL PriorityTier=2
 """
 
+# Runs a command, and reaps the processes that are orphaned below it. Slurm waits for
+# the last zombie of a job in steps of 1 and 2 s, and the first process of a container
+# may leave zombies for seconds.
+REAPER = """
+import ctypes, os, signal, subprocess, sys
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+child = subprocess.Popen(sys.argv[1:])
+signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+while os.wait()[0] != child.pid:
+    pass
+"""
+
 
 class Slurm:
     """A running cluster of two nodes, with the partitions `low` and `high`."""
@@ -66,6 +81,10 @@ class Slurm:
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout.strip()
+
+    def wait_until(self, condition: Callable[[], object], **limit: float) -> None:
+        """Poll a condition that asks Slurm."""
+        wait_until(condition, poll_s=LOOK_S, **limit)
 
     def describe(self, job: str) -> dict[str, str]:
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()
@@ -108,7 +127,7 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
             ):
                 daemons.append(
                     subprocess.Popen(
-                        hosts.on(node, name, *flags),
+                        [sys.executable, "-c", REAPER, *hosts.on(node, name, *flags)],
                         env=cluster.env,
                         stdin=subprocess.DEVNULL,
                         stdout=(folder / f"{name}-{node}.out").open("w"),
@@ -117,7 +136,7 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
                 )
                 if name == "munged":
                     wait_until((folder / "munge.socket").exists)
-            wait_until(
+            cluster.wait_until(
                 lambda: (
                     cluster.run("sinfo", "-h", "-N", "-o", "%T", "-p", "low")
                     == "idle\nidle"
@@ -136,4 +155,4 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
 
 def _cancel_all(cluster: Slurm) -> None:
     cluster.run("scancel", "--user=root")
-    wait_until(lambda: not cluster.run("squeue", "-h"))
+    cluster.wait_until(lambda: not cluster.run("squeue", "-h"))

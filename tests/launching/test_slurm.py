@@ -16,7 +16,7 @@ from tests.launching.slurm import require_slurm, running_slurm
 from tools import certs
 from tools.runs import log_rows, num_rows
 
-STEPS = 200_000
+STEPS = 120_000  # Two learners know Catch after 25,000.
 END_S = 180.0
 ROOT = Path(__file__).parents[2]
 
@@ -28,10 +28,10 @@ def slurm(tmp_path_factory):
         yield cluster
 
 
-def submit(slurm, folder, nodes):
+def submit(slurm, folder, nodes, steps):
     """Run the one command that is documented, on nodes of this size; return the job."""
     assert certs.main(["--hosts", "servers", "--out", str(folder / "certs")]) == 0
-    flags = f"--savedir {folder} --total_steps {STEPS} --log_interval_s 0.2"
+    flags = f"--savedir {folder} --total_steps {steps} --log_interval_s 0.2"
     flags += " --checkpoint_interval_s 0.5"
     settings = {
         "XPID": "x",
@@ -44,22 +44,19 @@ def submit(slurm, folder, nodes):
     }
     size = [f"--nodes={nodes}", "--cpus-per-task=1", f"--output={folder}/output.txt"]
     train = ["sbatch", "--parsable", *size, "tools/slurm/train.sbatch"]
-    job = slurm.run(*train, env=settings, cwd=ROOT)
-    wait_until(lambda: num_rows(folder / "x") > 1)
-    return job
+    return slurm.run(*train, env=settings, cwd=ROOT)
 
 
-def assert_finished(slurm, folder, job):
-    """Wait for the job's end; it has learned, and each row of its log is there once."""
-    wait_until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), END_S)
+def assert_finished(slurm, folder, job, steps):
+    """Wait for the job's end; return its log, which has each row once."""
+    slurm.wait_until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), limit_s=END_S)
     assert slurm.state(job) == "COMPLETED"
     rows = log_rows(folder / "x")
-    steps = [int(row["step"]) for row in rows]
-    assert steps == sorted({*steps})
-    assert steps[-1] >= STEPS
-    assert float(rows[-1]["mean_episode_return"]) > 0.8  # Random play: -0.6.
-    assert "goes on from step" in (folder / "output.txt").read_text()
-    assert slurm.run("squeue", "-h") == ""
+    logged = [int(row["step"]) for row in rows]
+    assert logged == sorted({*logged})
+    assert logged[-1] >= steps
+    slurm.wait_until(lambda: slurm.run("squeue", "-h") == "")  # Servers have ended.
+    return rows
 
 
 def learners_of(job, rank):
@@ -91,11 +88,17 @@ def kill_learner(folder, job, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path, nodes):
-    """On two nodes each learner is killed before that, one after the other."""
-    job = submit(slurm, tmp_path, nodes)
-    for rank in ("0", "1") if nodes == 2 else ():
+def test_a_run_on_one_node_trains_to_its_end(slurm, tmp_path):
+    job = submit(slurm, tmp_path, nodes=1, steps=2_000)
+    assert_finished(slurm, tmp_path, job, steps=2_000)
+
+
+@pytest.mark.slow
+def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path):
+    """On two nodes. Each learner is killed before that, one after the other."""
+    job = submit(slurm, tmp_path, nodes=2, steps=STEPS)
+    wait_until(lambda: num_rows(tmp_path / "x") > 1)
+    for rank in ("0", "1"):
         kill_learner(tmp_path, job, rank)
     assert slurm.describe(job)["Restarts"] == "0"
     slurm.run(
@@ -107,6 +110,10 @@ def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path, nod
         "--wrap",
         "true",
     )
-    wait_until(lambda: slurm.describe(job)["Restarts"] == "1")
-    assert "Stopped by SIGTERM" in (tmp_path / "output.txt").read_text()
-    assert_finished(slurm, tmp_path, job)
+    slurm.wait_until(lambda: slurm.describe(job)["Restarts"] == "1")
+    output = tmp_path / "output.txt"
+    assert "Stopped by SIGTERM" in output.read_text()
+    starts = output.read_text().count("goes on from step")
+    rows = assert_finished(slurm, tmp_path, job, steps=STEPS)
+    assert float(rows[-1]["mean_episode_return"]) > 0.8  # Random play: -0.6.
+    assert output.read_text().count("goes on from step") == starts + 1
