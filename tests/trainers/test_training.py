@@ -267,8 +267,15 @@ def test_ctrl_c_while_python_imports_ends_a_program_without_a_word(module):
     assert (process.returncode, text) == (-signal.SIGINT, "")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("module, sizes", PROGRAMS)
+@pytest.mark.parametrize(
+    "module, sizes, signum",
+    [
+        ("monobeast", ASYNC, signal.SIGINT),
+        ("monobeast", ASYNC, signal.SIGHUP),
+        # Its servers are in another session. It takes both signals as MonoBeast does.
+        ("polybeast", SERVERS, signal.SIGINT),
+    ],
+)
 def test_a_signal_to_the_whole_process_group_is_one_to_the_run(
     tmp_path, module, sizes, signum
 ):
@@ -382,9 +389,15 @@ def test_a_second_signal_ends_the_wait_for_an_update(start, module, sizes):
     assert program.wait() == 128 + signal.SIGTERM, program.text()
 
 
-@pytest.mark.parametrize("env", ["Catch", "tests.wrong_env:make_hanging"])
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method, env",
+    [
+        ("fork", "Catch"),
+        *((m, "tests.wrong_env:make_hanging") for m in ("fork", "forkserver", "spawn")),
+    ],
+)
 def test_no_process_outlives_a_killed_run(start, tmp_path, method, env):
+    """An actor that hangs hears of nothing: whatever ends it ends one that plays."""
     flags = [*ASYNC, "--start_method", method, "--num_actors", 2]
     program = start(*flags, "--env", env, "--total_steps", ENDLESS, "--xpid", "x")
     if env == "Catch":
