@@ -546,6 +546,9 @@ void ActorStream::finish_close_locked() {
   delay_s *= std::uniform_real_distribution(0.5, 1.0)(run_.random_);
   const auto when = Clock::now() + seconds(delay_s);
   if (life_->refused) {
+    std::erase_if(run_.refused_until_, [](const auto& entry) {
+      return entry.second < Clock::now();
+    });
     run_.refused_until_[address_] = when;
     if (run_.give_place_locked(*this)) {
       set_address_locked();
