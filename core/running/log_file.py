@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 # Limit of the data that waits in memory while it cannot be written. A row has about 300
 # bytes, so this is enough for days. Further rows are dropped and counted.
 MAX_WAITING_BYTES = 16 << 20
+CHUNK_BYTES = 64 << 10  # Of one write: to try again costs little, whatever waits.
 PATIENCE_S = 0.2  # A disk that needs longer for one row counts as hanging.
 CLOSE_S = 2.0  # How long the end of the run waits for the disk.
 
@@ -77,8 +78,8 @@ class LogFile:
     def limit(self, max_bytes: int) -> None:
         """If the file is larger, rename it, and begin a new one.
 
-        The first one is kept as NAME.first.log, the latest one as NAME.previous.log. An
-        error changes nothing: the next call tries again.
+        The first one is kept as NAME.first.log, the latest one as NAME.previous.log.
+        After an error the file has its name again, and the next call tries again.
         """
         with contextlib.suppress(OSError):
             if self.path.stat().st_size > max_bytes:
@@ -86,26 +87,38 @@ class LogFile:
                 if kept.exists():
                     kept = self.path.with_suffix(".previous.log")
                 os.replace(self.path, kept)
-                self.reopen()
+                try:
+                    self.reopen()
+                except OSError:
+                    os.replace(kept, self.path)
 
     def start(self) -> None:
-        """Write in a separate thread from now on. A second call does nothing."""
+        """Write in a separate thread from now on. A second call does nothing.
+
+        If there cannot be another thread at the moment, the next call tries again.
+        """
         if self._thread is None and not self._closing:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._run, name=f"write {self.path.name}", daemon=True
             )
-            self._thread.start()
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
 
-    def write(self, data: bytes, patience_s: float = PATIENCE_S) -> None:
-        """Write data, or keep it in memory for the next write and set `error`."""
+    def add(self, data: bytes) -> None:
+        """Keep data in memory for the next write."""
         with self._changed:
             if len(self._waiting) < MAX_WAITING_BYTES:
                 self._waiting += data
             else:
                 self.lost += 1
+
+    def write(self, data: bytes, patience_s: float = PATIENCE_S) -> None:
+        """Write data, or keep it in memory for the next write and set `error`."""
+        with self._changed:
+            self.add(data)
             if self._thread is None:
-                rest, self.error = self._try(bytes(self._waiting))
-                self._waiting = bytearray(rest)
+                self.error = self._try(len(self._waiting))
                 return
             self._asked += 1
             number = self._asked
@@ -123,23 +136,26 @@ class LogFile:
                 )
                 if self._asked == self._answered:
                     return
-                number = self._asked
-                data, self._waiting = bytes(self._waiting), bytearray()
-            rest, error = self._try(data)
+                number, num_bytes = self._asked, len(self._waiting)
+            error = self._try(num_bytes)
             with self._changed:
-                self._waiting = bytearray(rest) + self._waiting
                 self.error, self._answered = error, number
                 self._changed.notify_all()
 
-    def _try(self, data: bytes) -> tuple[bytes, OSError | None]:
-        """Write data; return the data that was not written, and the error if any."""
+    def _try(self, num_bytes: int) -> OSError | None:
+        """Write so much of the data that waits; return the error, if any."""
         try:
-            while data:
+            while num_bytes:
+                with self._changed:
+                    chunk = bytes(self._waiting[: min(CHUNK_BYTES, num_bytes)])
                 # A write may be partial: the disk can fill up in the middle of a row.
-                data = data[os.write(self._fd, data) :]
+                written = os.write(self._fd, chunk)
+                with self._changed:
+                    del self._waiting[:written]
+                num_bytes -= written
         except OSError as error:
-            return data, error
-        return b"", None
+            return error
+        return None
 
     def flush(self, patience_s: float) -> None:
         """Wait for the data that waits, for at most `patience_s`."""

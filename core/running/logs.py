@@ -24,7 +24,7 @@ from core.running import dashboard, terminal
 from core.running.atomic import write_atomically
 from core.running.columns import FIELDS, info_field
 from core.running.folder import lock_folder
-from core.running.log_file import LogFile, is_missing, report_lost
+from core.running.log_file import CLOSE_S, LogFile, is_missing, report_lost
 from core.running.log_setup import FileHandler
 from core.running.wandb_log import WandbLog
 
@@ -206,6 +206,8 @@ class RunLog:
     def close(self) -> None:
         for file in self._files:
             file.close()
+        for file in terminal.files():
+            file.flush(CLOSE_S)
         for file in (*self._files, *terminal.files()):
             report_lost(file)
         if self._wandb is not None:

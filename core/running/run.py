@@ -322,7 +322,7 @@ class Run:
         Raises:
           Exception: the error that ended the last attempt to log or to save.
         """
-        terminal.start_threads()  # By now the actors have been forked.
+        terminal.write_to_files()  # By now the actors have been forked.
         if self._others is not None and not self._has_folder:
             self._others.columns = stats
             return

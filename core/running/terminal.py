@@ -10,7 +10,7 @@ a process that writes to them blocks. Training must not block.
         output.start()
 
 `never_waiting` starts no thread, so that a program may still fork. A regular file may
-be on a disk that does not answer: after `start_threads` a thread writes to it. Lines
+be on a disk that does not answer: after `write_to_files` a thread writes to it. Lines
 that cannot be shown are counted. Log records are in the run's out.log in any case. Text
 of C libraries is lost if the terminal does not take it: C code may hold the GIL, so no
 Python thread could keep the text.
@@ -58,7 +58,7 @@ class Terminal(io.TextIOBase):
     `write` returns within PATIENCE_S, and at once while the terminal hangs. Text that
     the terminal does not take waits for the next `write` or `flush`. Beyond
     MAX_WAITING_BYTES text is dropped; a note in its place says how many lines. Text for
-    a regular file goes to a `LogFile`, which has a limit of its own.
+    a regular file goes to a `LogFile`, which has limits of its own.
     """
 
     def __init__(self, stream: Any):
@@ -87,7 +87,10 @@ class Terminal(io.TextIOBase):
     def write(self, text: str) -> int:
         data = text.encode(self._encoding, "backslashreplace")
         if self.file is not None:
-            self.file.write(data, PATIENCE_S)
+            # `print` writes the end of a line separately. The text waits for it, so
+            # that lines of several threads are not mixed.
+            write = self.file.write if text.endswith("\n") else self.file.add
+            write(data)
             return len(text)
         with self._lock:
             if len(self._waiting) + len(data) <= MAX_WAITING_BYTES:
@@ -99,8 +102,11 @@ class Terminal(io.TextIOBase):
 
     def flush(self, patience_s: float = 0.0) -> None:
         """Write the waiting text, for at most `patience_s`."""
-        if self.file is not None and patience_s:
-            self.file.flush(patience_s)
+        if self.file is not None:
+            if patience_s:
+                self.file.flush(patience_s)
+            else:
+                self.file.write(b"")
         with self._lock:
             self._write_waiting(patience_s)
 
@@ -217,10 +223,14 @@ def files() -> list[LogFile]:
     return [x.file for x in streams if x.file is not None]
 
 
-def start_threads() -> None:
-    """Write to regular files in threads from now on. A second call does nothing."""
+def write_to_files() -> None:
+    """Write what waits for regular files; from now on in threads.
+
+    Call it now and then, so that text does not wait for the next one.
+    """
     for file in files():
         file.start()
+        file.write(b"")
 
 
 def _has_descriptor(stream: Any) -> bool:

@@ -5,6 +5,7 @@ All calls of that package are in a thread of their own: a call that fails or han
 neither the other logs nor training.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -56,7 +57,8 @@ class WandbLog:
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Send a row, or drop it if MAX_ROWS wait."""
         if self._thread.ident is None:
-            self._thread.start()
+            with contextlib.suppress(RuntimeError):  # No thread now: at the next row.
+                self._thread.start()
         elif not self._thread.is_alive():
             return  # It has failed.
         if self._rows.qsize() < MAX_ROWS:

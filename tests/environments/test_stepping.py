@@ -358,6 +358,16 @@ def test_an_exception_in_reset_names_env_and_seed():
         step_until_error(Scripted(reset=OSError("no")))
 
 
+def test_actions_without_values_are_refused():
+    class Env(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.action_space = gym.spaces.Box(-1, 1, (0,))
+
+    with pytest.raises(ValueError, match="'action' is .* which holds no values"):
+        Environments(Env, 1, seed=SEED)
+
+
 def test_environments_with_different_spaces_are_refused():
     made = iter([CountingEnv(), CountingEnv(), Scripted()])
     with pytest.raises(ValueError, match=r"env 2 \(Scripted\): expected observation_s"):

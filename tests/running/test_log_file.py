@@ -2,10 +2,12 @@
 """Log files on a disk that is full or hangs."""
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 
 from core.running import log_file, log_setup, logs, terminal
@@ -60,6 +62,54 @@ def test_what_waits_for_the_disk_is_bounded_and_the_rest_counted(monkeypatch):
     file.close()
 
 
+def test_a_full_disk_is_tried_with_little_data_whatever_waits(monkeypatch):
+    tried = []
+
+    def write(fd, data):
+        tried.append(len(data))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = log_file.LogFile(Path("/dev/full"))
+    monkeypatch.setattr(os, "write", write)
+    for _ in range(3):
+        file.write(b"x" * log_file.CHUNK_BYTES)
+    assert tried == 3 * [log_file.CHUNK_BYTES]
+    file.close()
+
+
+def test_a_file_is_written_also_while_there_can_be_no_thread(tmp_path, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    file = log_file.LogFile(tmp_path / "file")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        file.start()
+        file.write(b"one\n")
+    assert not file.error
+    file.start()
+    assert file._thread.is_alive()
+    file.write(b"two\n")
+    file.close()
+    assert (tmp_path / "file").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_file_that_cannot_be_opened_anew_keeps_its_name(tmp_path, monkeypatch):
+    def fail(file):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    file = log_file.LogFile(tmp_path / "out.log")
+    file.write(b"one\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(log_file.LogFile, "_open", fail)
+        file.limit(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.log"]
+    assert not file.is_gone()
+    file.limit(3)
+    assert {path.name for path in tmp_path.iterdir()} == {"out.log", "out.first.log"}
+    file.close()
+
+
 def test_rows_that_never_reach_the_disk_are_reported_at_the_end(tmp_path, caplog):
     run_log = logs.RunLog(tmp_path)
     run_log._csv.close()
@@ -109,7 +159,7 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path):
 
 def test_a_pipe_that_nobody_reads_does_not_hold_up_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(log_file, "CLOSE_S", 0.01)
-    monkeypatch.setattr(log_file, "MAX_WAITING_BYTES", 7000)
+    monkeypatch.setattr(log_file, "MAX_WAITING_BYTES", 15_000)
     pipe = Pipe(tmp_path / "pipe")
     file = log_file.LogFile(tmp_path / "pipe")
     file.start()

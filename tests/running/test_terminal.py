@@ -4,6 +4,7 @@ child's."""
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import io
 import logging
@@ -115,7 +116,7 @@ def test_a_file_on_a_disk_that_hangs_holds_nobody_up(
     ours, stream = hanging_file
     monkeypatch.setattr(sys, "stderr", stream)
     with never_waiting():
-        terminal.start_threads()
+        terminal.write_to_files()
         print("one", file=sys.stderr)
         assert read(ours) == "one\n"  # At once, in case the program is killed.
         fill(stream.fileno())
@@ -142,7 +143,7 @@ def test_a_file_on_a_disk_that_hangs_does_not_hold_up_the_end(
 
     def program() -> None:
         with never_waiting():
-            terminal.start_threads()
+            terminal.write_to_files()
             fill(stream.fileno())
             print("late" * 50, file=sys.stderr)
 
@@ -150,11 +151,42 @@ def test_a_file_on_a_disk_that_hangs_does_not_hold_up_the_end(
     wait_until(lambda: read(ours).endswith("late\n"))  # Its thread, which still waits.
 
 
+def test_a_file_on_a_full_disk_gets_what_waits_once_there_is_room(
+    tmp_path, monkeypatch
+):
+    def write(fd, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with open(tmp_path / "file", "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with never_waiting():
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "write", write)
+                print("late", file=sys.stderr)
+            terminal.write_to_files()
+            assert (tmp_path / "file").read_text() == "late\n"
+
+
+def test_lines_that_two_threads_print_to_a_file_are_not_mixed(tmp_path, monkeypatch):
+    pieces = []
+
+    def write(fd, data):
+        pieces.append(data)
+        return len(data)
+
+    with open(tmp_path / "file", "w") as stream:
+        shown = Terminal(stream)
+        monkeypatch.setattr(os, "write", write)
+        print("a", "b", file=shown)
+        print("no end", end="", flush=True, file=shown)
+    assert pieces == [b"a b\n", b"no end"]
+
+
 FORK = """
 import os, sys
 from core.running import terminal
 with terminal.never_waiting():
-    terminal.start_threads()
+    terminal.write_to_files()
     print("parent", flush=True)
     if os.fork() == 0:
         print("child", flush=True)

@@ -34,6 +34,20 @@ def wandb_that_hangs(hangs, gate):
     return SimpleNamespace(init=init), calls
 
 
+def test_wandb_gets_its_rows_once_there_can_be_a_thread(tmp_path, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    wandb, calls = wandb_that_hangs("never", threading.Event())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with logs.RunLog(tmp_path, wandb=True) as run_log:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            run_log.log({"step": 1})
+        run_log.log({"step": 2})
+    assert [step for name, step in calls if name == "log"] == [1, 2]
+
+
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
 def test_wandb_that_hangs_holds_up_neither_rows_nor_the_end(
     tmp_path, monkeypatch, caplog, background, call
