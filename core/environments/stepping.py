@@ -146,11 +146,11 @@ class Environments:
             self.observation_space = convert_space(self.envs[0].observation_space)
             self.action_space = convert_space(self.envs[0].action_space)
             self._action_spaces = leaf_spaces(self.action_space)
-            size = sum(math.prod(x.shape) for _, x in leaves(self._action_spaces))
-            self._max_steps = self._options.max_actions // max(size, 1)
             self.row_spec = row_spec(
                 self.observation_space, self.action_space, self._info_keys
             )
+            size = sum(math.prod(x.shape) for _, x in leaves(self._action_spaces))
+            self._max_steps = self._options.max_actions // size
             self._check_equal_spaces()
             self._writer = RowWriter(
                 self.observation_space, self.action_space, self._where_now
