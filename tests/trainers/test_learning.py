@@ -48,7 +48,8 @@ FIRST_STEP = [
     40_000,
 ]
 FIRST_STEP += ["--learning_rate", 0.001, "--use_lstm"]
-SMALL = ["--batch_size", 8, "--epsilon", 0.001, "--seed", 1]
+SMALL = ["--batch_size", 8, "--epsilon", 0.001, "--seed", 1, "--log_interval_s", 0.3]
+SHOWN = ["step", "mean_episode_return", "entropy", "mean_rho", "grad_norm"]
 MONOBEAST = ["--num_actors", 1, "--envs_per_actor", 8]
 POLYBEAST = ["--num_servers", 1, "--streams_per_server", 2]  # Of 8 environments each.
 
@@ -99,7 +100,10 @@ def train(start, tmp_path):
         program = start("--xpid", "learns", *few, *SMALL, *argv, module=module)
         # On a machine with other work this may take minutes. Less than pytest's limit.
         assert program.wait(deadline_s=280) == 0, program.text()
-        return last_return(tmp_path / "runs" / "learns")
+        run_dir = tmp_path / "runs" / "learns"
+        for row in log_rows(run_dir):  # pytest shows the curve of a test that fails.
+            print(*(f"{name} {row[name]}" for name in SHOWN), sep="  ")
+        return last_return(run_dir)
 
     return train
 
