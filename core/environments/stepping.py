@@ -263,9 +263,10 @@ class Environments:
             )
         replayed = self.zero_rows()
         self._progress = [_Progress(game=saved["game"]) for saved in state["envs"]]
-        too_long = [k for k, env in enumerate(state["envs"]) if env["actions"] is None]
+        num_new = 0
         for k, saved in enumerate(state["envs"]):
-            if k in too_long:
+            if saved["actions"] is None:
+                num_new += 1
                 self._progress[k].game += 1
                 self._begin(k, rows)
                 continue
@@ -277,7 +278,7 @@ class Environments:
                     f"actions: after a replay of its game, {difference} differs. Such "
                     "an environment cannot resume exactly: leave --serial out."
                 )
-        return len(too_long)
+        return num_new
 
     def _begin(self, k: int, rows: Nest) -> None:
         """Begin a game of a new environment, and write its first row."""

@@ -105,6 +105,11 @@ class LogFile:
                 thread.start()
                 self._thread = thread
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is data in memory that is not in the file yet."""
+        return bool(self._waiting)
+
     def add(self, data: bytes) -> None:
         """Keep data in memory for the next write."""
         with self._changed:

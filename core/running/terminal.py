@@ -102,7 +102,7 @@ class Terminal(io.TextIOBase):
 
     def flush(self, patience_s: float = 0.0) -> None:
         """Write the waiting text, for at most `patience_s`."""
-        if self.file is not None:
+        if self.file is not None and self.file.has_waiting:
             if patience_s:
                 self.file.flush(patience_s)
             else:
@@ -230,7 +230,8 @@ def write_to_files() -> None:
     """
     for file in files():
         file.start()
-        file.write(b"")
+        if file.has_waiting:
+            file.write(b"")
 
 
 def _has_descriptor(stream: Any) -> bool:
