@@ -76,15 +76,16 @@ class FirstStep(gym.Env):
         return np.zeros(1, np.float32), reward, self._step == self._length, False, {}
 
 
-def last_return(run_dir: Path) -> float:
-    """Return the mean return of a run's last 100 games."""
-    return float(log_rows(run_dir)[-1]["mean_episode_return"])
+def returns(run_dir: Path) -> list[float]:
+    """Return the mean return of the last 100 games at each row of the log."""
+    column = [row["mean_episode_return"] for row in log_rows(run_dir)]
+    return [float(value) for value in column if value]
 
 
 def published(task: str) -> tuple[sweep.Run, list[float]]:
     """Return a task's first run, for its program and flags, and the seeds' returns."""
     runs = sweep.read_sweep(GATE / f"{task}.toml").runs
-    return runs[0], [last_return(GATE / run.name) for run in runs]
+    return runs[0], [returns(GATE / run.name)[-1] for run in runs]
 
 
 def lowest_pass(returns: list[float]) -> float:
@@ -93,9 +94,9 @@ def lowest_pass(returns: list[float]) -> float:
 
 @pytest.fixture
 def train(start, tmp_path):
-    """Train with flags to the end; return the mean return of the last 100 games."""
+    """Train with flags to the end; return `returns` of the run."""
 
-    def train(*argv, module: str = "monobeast") -> float:
+    def train(*argv, module: str = "monobeast") -> list[float]:
         few = POLYBEAST if module == "polybeast" else MONOBEAST
         program = start("--xpid", "learns", *few, *SMALL, *argv, module=module)
         # On a machine with other work this may take minutes. Less than pytest's limit.
@@ -103,7 +104,7 @@ def train(start, tmp_path):
         run_dir = tmp_path / "runs" / "learns"
         for row in log_rows(run_dir):  # pytest shows the curve of a test that fails.
             print(*(f"{name} {row[name]}" for name in SHOWN), sep="  ")
-        return last_return(run_dir)
+        return returns(run_dir)
 
     return train
 
@@ -113,8 +114,8 @@ def passes(train):
     """Train a task of the gate; fail if its return is too low."""
 
     def passes(task: str) -> None:
-        run, returns = published(task)
-        assert train(*run.flags, module=run.program) >= lowest_pass(returns)
+        run, ends = published(task)
+        assert train(*run.flags, module=run.program)[-1] >= lowest_pass(ends)
 
     return passes
 
@@ -143,22 +144,28 @@ def test_minatar_breakout_is_learned(passes):
 
 @pytest.mark.parametrize("task", ["catch", "cartpole", "pendulum", "breakout"])
 def test_each_published_run_passes_beside_the_others(task):
-    _, returns = published(task)
-    assert len(returns) == 10
-    for i, value in enumerate(returns):
-        assert value >= lowest_pass(returns[:i] + returns[i + 1 :])
+    _, ends = published(task)
+    assert len(ends) == 10
+    for i, value in enumerate(ends):
+        assert value >= lowest_pass(ends[:i] + ends[i + 1 :])
 
 
 # -------------------------------------------------------------------- recurrent states
 
+# No policy without a state reaches these returns, so it is enough to reach them once.
+# The last games of a run may be bad: with these learning rates a learned policy is
+# sometimes lost within a few updates, and learned again a thousand steps later, also
+# with --serial. (In a run of Memory that fell from 1 to 0, all updates and rows were
+# what `test_recomputed_runs` computes.)
+
 
 def test_memory_is_learned_with_a_recurrent_state(train):
-    assert train(*MEMORY, "--serial", "--use_lstm") >= 0.9
+    assert max(train(*MEMORY, "--serial", "--use_lstm")) >= 0.9
 
 
 def test_memory_is_learned_with_the_state_that_the_actor_pool_keeps(train):
-    assert train(*MEMORY, "--use_lstm", module="polybeast") >= 0.9
+    assert max(train(*MEMORY, "--use_lstm", module="polybeast")) >= 0.9
 
 
 def test_each_episode_begins_with_a_new_recurrent_state(train):
-    assert train(*FIRST_STEP, module="polybeast") >= 0.7
+    assert max(train(*FIRST_STEP, module="polybeast")) >= 0.7
