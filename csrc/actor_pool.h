@@ -146,8 +146,8 @@ struct PoolStats {
 //         and with them their environments' numbers, in incarnations of their
 //         own. Returns how many of the addresses, the last new ones, got no
 //         stream because there are max_streams already. They wait for the
-//         stream of an address that leaves, or whose server is refused. After
-//         the end of run() it does nothing.
+//         stream of an address that leaves, or whose server is refused or
+//         cannot be reached. After the end of run() it does nothing.
 // Any thread may call the other methods. They do not wait.
 //
 // If a server is lost but its address is still in the list, its unfinished

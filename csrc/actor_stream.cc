@@ -19,6 +19,9 @@ constexpr double kMaxBackoffS = 1.0;
 // The wait before a server that does not fit is asked again: somebody must
 // start it with other flags first.
 constexpr int kRefusedBackoffS = 60;
+// After this many attempts to connect, some seconds, a server that waits for a
+// stream may have this one.
+constexpr int kMaxAttempts = 8;
 // A stream that has finished a rollout before may fail this many times
 // max_failures (as in core.running.supervise.RestartBudget).
 constexpr int kPatience = 4;
@@ -186,6 +189,7 @@ void ActorStream::on_welcome(const Segments& message, wire::Piece body) {
     run_.add_event_locked(describe_locked() + ": connected again");
   }
   life_->agent_state = env->initial_state;
+  run_.avoided_until_.erase(address_);
   state_ = StreamState::kWaitingForEnv;
   life_->asked_at = Clock::now();
 }
@@ -545,11 +549,8 @@ void ActorStream::finish_close_locked() {
   // A random delay, so that the streams of a server do not all come at once.
   delay_s *= std::uniform_real_distribution(0.5, 1.0)(run_.random_);
   const auto when = Clock::now() + seconds(delay_s);
-  if (life_->refused) {
-    std::erase_if(run_.refused_until_, [](const auto& entry) {
-      return entry.second < Clock::now();
-    });
-    run_.refused_until_[address_] = when;
+  if (life_->refused || attempts_ >= kMaxAttempts) {
+    run_.avoid_locked(address_, Clock::now() + seconds(kRefusedBackoffS));
     if (run_.give_place_locked(*this)) {
       set_address_locked();
       return;

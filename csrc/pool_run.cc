@@ -104,7 +104,7 @@ size_t PoolRun::set_addresses(const std::vector<std::string>& addresses) {
     num_wanted_ = addresses.size() - left_out;
     for (const auto& stream : streams_) {
       if (stream->state_ == StreamState::kWaitingToConnect &&
-          is_refused_locked(stream->wanted_)) {
+          is_avoided_locked(stream->wanted_)) {
         give_place_locked(*stream);  // follow_address_locked() does the rest.
       }
     }
@@ -158,9 +158,9 @@ size_t PoolRun::assign_addresses_locked(
   return left_out_.size();
 }
 
-bool PoolRun::is_refused_locked(const std::string& address) const {
-  const auto found = refused_until_.find(address);
-  return found != refused_until_.end() && found->second > Clock::now();
+bool PoolRun::is_avoided_locked(const std::string& address) const {
+  const auto found = avoided_until_.find(address);
+  return found != avoided_until_.end() && found->second > Clock::now();
 }
 
 void PoolRun::work() {
@@ -372,13 +372,21 @@ void PoolRun::finish_moves_locked(const std::vector<Slabs::Move>& moves) {
   }
 }
 
-// The server of the stream was refused. Lets an address that waits for a stream
-// have this one, if there is such an address. The stream's own address waits
-// then.
+// While another server waits for a stream, this one gets none.
+void PoolRun::avoid_locked(const std::string& address,
+                           Clock::time_point until) {
+  std::erase_if(avoided_until_,
+                [](const auto& entry) { return entry.second < Clock::now(); });
+  avoided_until_[address] = until;
+}
+
+// The server of the stream was refused or cannot be reached. Lets an address
+// that waits for a stream have this one, if there is such an address. The
+// stream's own address waits then.
 bool PoolRun::give_place_locked(ActorStream& stream) {
   const auto next =
       std::find_if(left_out_.begin(), left_out_.end(),
-                   [&](const auto& a) { return !is_refused_locked(a); });
+                   [&](const auto& a) { return !is_avoided_locked(a); });
   if (next == left_out_.end()) return false;
   std::string address = std::move(*next);
   left_out_.erase(next);

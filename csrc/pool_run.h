@@ -59,11 +59,12 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
 
   // Called by set_addresses.
   size_t assign_addresses_locked(const std::vector<std::string>& addresses);
-  bool is_refused_locked(const std::string& address) const;
+  bool is_avoided_locked(const std::string& address) const;
 
   // Called by the streams.
   bool has_ended_locked() const;
   bool has_room_locked(size_t others) const;
+  void avoid_locked(const std::string& address, Clock::time_point until);
   const EnvSpec* set_env(EnvSpec env);
   void discard_rollout_locked(Rollout& rollout);
   void deliver(Slab* slab);
@@ -105,8 +106,9 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
 
   size_t num_wanted_ = 0;             // Streams that shall have an address.
   std::deque<std::string> left_out_;  // Addresses that wait for a stream.
-  // When servers that do not fit may be asked again, by address.
-  std::map<std::string, Clock::time_point> refused_until_;
+  // Servers that do not fit or cannot be reached, and until when servers that
+  // wait for a stream come before them.
+  std::map<std::string, Clock::time_point> avoided_until_;
 
   // In kWaitingToConnect, by the time at which the thread in run() shall call
   // connect().

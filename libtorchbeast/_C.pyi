@@ -290,7 +290,7 @@ class ActorPool:
 
         Returns how many of the addresses, the last new ones, got no stream because
         there are max_streams already. They wait for the stream of an address that
-        leaves, or whose server is refused.
+        leaves, or whose server is refused or cannot be reached.
 
         Raises:
           ValueError: an address is neither "unix:/path" nor "host:port".

@@ -206,6 +206,7 @@ struct RigOptions {
   bool servers_may_change = false;
   int max_failures = 5;
   double step_timeout_s = 0;
+  double first_backoff_s = 0.1;
   int num_threads = 2;
 };
 
@@ -238,6 +239,7 @@ struct Rig {
     pool_options.first_incarnation = 100;
     pool_options.max_failures = options.max_failures;
     pool_options.step_timeout_s = options.step_timeout_s;
+    pool_options.first_backoff_s = options.first_backoff_s;
     named_rows = options.named_rows;
     pool = std::make_unique<ActorPool>(
         std::move(pool_options),

@@ -293,6 +293,24 @@ TEST(a_refused_server_gives_its_place_to_one_that_waits) {
   CHECK_EQ(rig.network->accept()->address, "c");
 }
 
+TEST(a_server_that_cannot_be_reached_gives_its_place_to_one_that_waits) {
+  RigOptions options = with_places(1);
+  options.first_backoff_s = 1e-9;
+  Rig rig(options);
+  rig.network->refuse("away");
+  rig.network->refuse("also away");
+  rig.start();
+  CHECK_EQ(rig.pool->set_addresses({"away", "also away", "there"}), 2u);
+  Player player(rig.network->accept(), 3);
+  CHECK_EQ(player.connection->address, "there");
+  player.greet();
+  play(rig, player, 3);
+  // If no server waits that was not tried a moment ago, it goes on trying.
+  CHECK_EQ(rig.pool->set_addresses({"away", "also away"}), 1u);
+  const size_t before = rig.network->connections().size();
+  wait_until([&] { return rig.network->connections().size() > before + 20; });
+}
+
 TEST(random_lists_break_no_rollout) {
   constexpr int kLists = 300;
   constexpr int kServers = 7;
