@@ -322,7 +322,8 @@ class Actor:
         """Create the environments.
 
         Args:
-          incarnation: together with `actor_id` it seeds the environments.
+          incarnation: another number at each start of this actor's process. Together
+            with `actor_id` it seeds the environments.
           fetch: brings the newest weights into `net` and returns their version.
           clock: [1] float64, written by the actor: the time (`time.monotonic`) at
             which the present call into an environment, or the choice of actions,
@@ -412,7 +413,7 @@ def as_tensors(row: Nest) -> Nest:
 def act(flags: argparse.Namespace, spaces: Spaces, process: ActorProcess) -> None:
     """Run in an actor process: create network and environments, then fill buffers."""
     net = create_net(flags, spaces)
-    if net.bfloat16 is True:  # Without this attribute it is a method of nn.Module.
+    if net.bfloat16 is True:  # Your Net may lack it. Then it is nn.Module's method.
         net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
     actor = Actor(
         flags,
@@ -495,7 +496,7 @@ def train(flags: argparse.Namespace) -> Exit:
             learner,
             stop,
             frames_per_step=options.get("frame_skip", 1),  # 1 without an emulator.
-            actors_do_both=True,
+            actors_do_both=True,  # They step environments and choose actions.
             in_background=not flags.serial,
         )
         run.resume()

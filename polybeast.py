@@ -140,7 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="A",
         help="total number of environments of the local servers: --num_servers x "
         "--streams_per_server x --envs_per_stream. If only this flag is given, each "
-        "environment has its own server process, as in TorchBeast",
+        "environment has its own server process, as in the TorchBeast of 2019",
     )
     inference = parser.add_argument_group("inference")
     inference.add_argument(
@@ -379,7 +379,7 @@ class Weights:
 def copy_for_acting(flags: argparse.Namespace, net: Net) -> Net:
     """Return a copy of the network for one inference thread."""
     net = copy.deepcopy(net).to(flags.actor_device)
-    if net.bfloat16 is True:  # Without this attribute it is a method of nn.Module.
+    if net.bfloat16 is True:  # Your Net may lack it. Then it is nn.Module's method.
         net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
     return net
 

@@ -2,7 +2,7 @@
 """Environment servers for PolyBeast: many environments, on any machine.
 
     python -m polybeast_env --env PongNoFrameskip-v4 --server_address 0.0.0.0:4431 \\
-        --tls_dir certs
+        --tls_dir ~/torchbeast-certs
 
 Each of `--num_servers` processes listens at an address of its own (here the ports from
 4431 on) and steps S streams of K environments for the learner that connects:
@@ -14,7 +14,7 @@ Each of `--num_servers` processes listens at an address of its own (here the por
     └────────────┘       └─────────────────────────────┘           └───────────┘
 
 A process that dies or hangs is replaced, and the learner connects again. Without
---server_addresses the learner starts servers on its own machine.
+--server_addresses and --listen the learner starts servers on its own machine.
 
 For your own environment edit create_env. Needs grpcio, numpy, gymnasium and the
 packages of the environment; needs neither torch nor a compiler.

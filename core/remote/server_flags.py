@@ -171,7 +171,7 @@ def add_address_flags(group: Any) -> None:
         type=addresses,
         metavar="ADDRESSES",
         help="servers that run already, as a comma list: host:port, host:4431-4446, "
-        "unix:/path, unix:/path.0-15. The list may contain two kinds of lists that can "
+        "unix:/path, unix:/path.0-15. Two kinds of entries name servers that may "
         "change during the run: dns:name:port, all IPv4 addresses of a DNS name (if it "
         "has none, all IPv6 addresses); and file:path or @path, a file of addresses. "
         "Default: this program starts its own servers on this machine",

@@ -128,8 +128,8 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     env.add_argument(
         "--env",
         help="a Gymnasium id, 'package.module:function', 'gym:ID' for classic gym, or "
-        f"the built-in Catch or Memory. Default: {ENV}, or what the servers at "
-        "--server_addresses serve",
+        f"the built-in Catch or Memory. Default: {ENV}, or what servers play that "
+        "run already (--server_addresses, --listen)",
     )
     env.add_argument(
         "--env_step_timeout_s",
@@ -176,7 +176,7 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
         "--noop_max",
         type=int_at_least(0),
         metavar="N",
-        help="up to N no-op actions after a reset (default 30)",
+        help="up to N no-op actions after a reset (default 30; machado: 0)",
     )
     atari.add_argument(
         "--frame_skip",
@@ -361,7 +361,8 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
         "--reward_clipping",
         choices=["abs_one", "none"],
         default="abs_one",
-        help="clip rewards to [-1, 1] in the loss and in the network's input",
+        help="abs_one: clip rewards to [-1, 1] in the loss and in the network's input. "
+        "none: leave them as they are",
     )
     loss.add_argument(
         "--normalize_returns",
