@@ -2,6 +2,8 @@
 """Settings files: read by both programs, and suggested where they are missing."""
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import ale_py
@@ -12,6 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 
 import monobeast
 import polybeast
+from core.running import settings
 from core.running.settings import family_of, suggestion
 from tests.trainers.several import environments
 
@@ -44,20 +47,29 @@ def test_a_file_that_is_missing_is_one_line(capsys):
     assert "settings/none.txt" in line
 
 
-@pytest.mark.parametrize(
-    "env, family",
-    [
-        ("CartPole-v1", "classic_control"),
-        ("LunarLander-v3", "box2d"),
-        ("HalfCheetah-v5", "mujoco"),
-        ("MinAtar/Breakout-v1", "minatar"),
-        ("NetHackScore-v0", "nethack"),
-        ("nle:NetHackScore-v0", "nethack"),
-        ("ALE/Pong-v5", None),
-        ("nobody/Knows-v0", None),
-    ],
-)
+FAMILIES = {
+    "CartPole-v1": "classic_control",
+    "LunarLander-v3": "box2d",
+    "HalfCheetah-v5": "mujoco",
+    "MinAtar/Breakout-v1": "minatar",
+    "NetHackScore-v0": "nethack",
+    "nle:NetHackScore-v0": "nethack",
+    "ALE/Pong-v5": None,
+    "nobody/Knows-v0": None,
+}
+
+
+def test_a_family_is_known_where_the_package_is_not_imported():
+    """As in PolyBeast's learner: only its servers import the environments."""
+    code = "import polybeast; from core.running.settings import family_of as f; "
+    code += f"print(*map(f, {[*FAMILIES]}))"
+    got = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+    assert got.split() == [str(family) for family in FAMILIES.values()]
+
+
+@pytest.mark.parametrize("env, family", FAMILIES.items())
 def test_a_family_is_known_by_its_package(env, family, monkeypatch):
+    monkeypatch.setattr(settings, "NAMES", {})
     gym.register_envs(ale_py)
     if "MinAtar/Breakout-v1" not in gym.registry:
         minatar.gym.register_envs()
@@ -66,6 +78,21 @@ def test_a_family_is_known_by_its_package(env, family, monkeypatch):
     assert family_of(env) == family
     if family is not None:
         assert (ROOT / "settings" / f"{family}.txt").is_file()
+
+
+@pytest.mark.parametrize(
+    "env, text",
+    [
+        ("LunarLanderContinuous-v3", "try @settings/box2d.txt"),
+        ("Pendulum-v1", "try @settings/classic_control.txt --discounting 0.9"),
+        ("BipedalWalker-v3", "try examples/appo, as @settings/box2d.txt alone"),
+        ("Acrobot-v1", None),
+        ("MountainCar-v0", None),
+    ],
+)
+def test_what_is_suggested_is_what_the_results_show(env, text):
+    got = suggestion(env, monobeast.parse_flags(["--env", env]))
+    assert got is None if text is None else text in got
 
 
 def test_a_file_is_suggested_to_a_run_at_the_defaults_only():
