@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings files: read by both programs, and suggested where they are missing."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -30,6 +31,18 @@ def test_both_programs_read_each_file(trainer, file):
     assert argv or file.stem == "atari"  # The defaults.
     read = vars(trainer.parse_flags([f"@{file}", *env]))
     assert read == vars(trainer.parse_flags([*argv, *env]))
+
+
+def test_the_readme_has_each_files_scores_and_they_are_those_of_the_linked_results():
+    readme = ROOT / "settings" / "README.md"
+    rows = re.findall(r"^\| (\w+)\.txt \|.*\| (.*) \|$", readme.read_text(), re.M)
+    assert sorted(name for name, _ in rows) == [file.stem for file in FILES]
+    for name, cell in rows:
+        links = re.findall(r"\((\.\./results/\S+)\)", cell)
+        scores = re.findall(r"(?<=[ (])-?\d[\d,.]*\d\b", re.sub(r"\[.*?\)", "", cell))
+        assert (scores and links) or cell.startswith("none:"), name
+        there = " ".join((readme.parent / link).read_text() for link in links)
+        assert set(scores) <= set(re.findall(r"-?\d[\d,.]*\d\b", there)), name
 
 
 def test_flags_after_a_file_win_and_comments_are_skipped(tmp_path):
