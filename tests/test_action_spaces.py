@@ -96,6 +96,7 @@ def test_a_mask_that_does_not_fit_is_refused(mask, action, words):
     [
         spaces.MultiBinary(5),
         spaces.Box(0, 1, (5,), np.int8),
+        spaces.Box(0, 1, (5,), np.bool_),
         spaces.Tuple([spaces.Box(0, 1, (3,), np.int8), spaces.MultiBinary(2)]),
     ],
     ids=str,
