@@ -12,9 +12,9 @@ The mask is a part of the rollout row, so learner and actor apply the same mask.
 lowest finite logit, so that its probability is 0 in sampling, log-probabilities,
 entropy and V-trace.
 
-If a mask allows no action at all, that is an error of the environment, which ends the
-episode (`core.environments.row_writer`). A server that is not TorchBeast's may send
-such a row nevertheless: then the first action is taken.
+If a mask allows no action at all, that is an error of the environment
+(`core.environments.row_writer`). If the server that sends such a row is not
+TorchBeast's, the learner's pool ends the stream (`check_mask` in csrc/wire.cc).
 
 Needs numpy and gymnasium, never torch: environment machines use it.
 """

@@ -34,6 +34,9 @@ struct PoolOptions {
   // The values that arrays of integers may have. Arrays that are not listed may
   // have any.
   std::vector<wire::ValueRange> value_ranges;
+  // How many values each Discrete choice of an action has, if observations have
+  // an action_mask; else empty.
+  std::vector<size_t> mask_sizes;
   // The Welcome of the server that the agent was made for. A server that
   // differs from it does not fit. None: the first server to connect decides.
   std::optional<wire::Welcome> welcome;

@@ -126,8 +126,9 @@ std::shared_ptr<ActorPool> make_actor_pool(
     uint64_t seed, std::string run_id, uint64_t first_incarnation,
     int max_failures, double step_timeout_s, double keepalive_s,
     int num_threads, std::optional<PemFiles> tls,
-    const std::vector<PyValueRange>& value_ranges, size_t max_streams,
-    int64_t num_envs, const std::string& welcome, bool servers_may_change) {
+    const std::vector<PyValueRange>& value_ranges,
+    std::vector<size_t> mask_sizes, size_t max_streams, int64_t num_envs,
+    const std::string& welcome, bool servers_may_change) {
   for (const auto& address : env_server_addresses) check_address(address);
   PoolOptions options;
   options.unroll_length = unroll_length;
@@ -145,6 +146,7 @@ std::shared_ptr<ActorPool> make_actor_pool(
   for (const PyValueRange& range : value_ranges) {
     options.value_ranges.push_back(to_value_range(range));
   }
+  options.mask_sizes = std::move(mask_sizes);
   options.seed = seed;
   options.run_id = std::move(run_id);
   options.version = TORCHBEAST_VERSION;
@@ -344,7 +346,8 @@ void bind_actor_pool(py::module_& m) {
            py::arg("max_failures") = 5, py::arg("step_timeout_s") = 0.0,
            py::arg("keepalive_s") = kDefaultKeepaliveS,
            py::arg("num_threads") = 1, py::arg("tls") = py::none(),
-           py::arg("value_ranges") = py::tuple(), py::arg("max_streams") = 0,
+           py::arg("value_ranges") = py::tuple(),
+           py::arg("mask_sizes") = py::tuple(), py::arg("max_streams") = 0,
            py::arg("num_envs") = 1, py::arg("welcome") = py::bytes(),
            py::arg("servers_may_change") = false)
       .def(

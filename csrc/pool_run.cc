@@ -30,8 +30,11 @@ constexpr double kMaxCheckS = 1.0;
 PoolRun::PoolRun(PoolOptions options, std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
       spec_options_{
-          options_.initial_agent_state, options_.named_rows,
-          options_.inference_keys, options_.value_ranges,
+          options_.initial_agent_state,
+          options_.named_rows,
+          options_.inference_keys,
+          options_.value_ranges,
+          options_.mask_sizes,
           num_columns(options_.num_envs, options_.learner_queue->options())},
       transport_(std::move(transport)),
       dequeued_before_(options_.learner_queue->dequeued()),

@@ -208,6 +208,35 @@ void set_ranges(const wire::Welcome& welcome, const SpecOptions& options,
   }
 }
 
+void set_mask(const wire::Welcome& welcome, const wire::Layout& layout,
+              const SpecOptions& options, EnvSpec& spec) {
+  if (options.mask_sizes.empty()) return;
+  const Child observation = find_child(*layout.structure, "observation");
+  Child mask;
+  if (observation.structure->kind == Structure::Kind::kDict) {
+    mask = find_child(*observation.structure, "action_mask");
+  }
+  wire::Mask result{{}, options.mask_sizes, {}};
+  size_t entries = 0;
+  for (size_t i = 0; mask.structure && i < mask.structure->num_leaves; ++i) {
+    const size_t leaf = observation.first_leaf + mask.first_leaf + i;
+    const wire::ArraySpec& array = welcome.step_arrays[layout.arrays[leaf]];
+    if (array.stack) return;  // A Step may hold a part of it only.
+    result.arrays.push_back(layout.arrays[leaf]);
+    entries += array.nbytes / itemsize(array.dtype);
+  }
+  if (entries != result.num_entries()) {
+    throw ActorError("the Welcome says observation.action_mask has " +
+                     std::to_string(entries) + " entries, expected " +
+                     std::to_string(result.num_entries()));
+  }
+  const Child truncated = find_child(*layout.structure, "truncated");
+  if (truncated.structure) {
+    result.truncated = layout.arrays[truncated.first_leaf];
+  }
+  spec.mask = std::move(result);
+}
+
 // The first difference between two lists of arrays; empty if there is none.
 std::string difference(const std::string& what,
                        const std::vector<wire::ArraySpec>& expected,
@@ -443,6 +472,7 @@ EnvSpec make_env_spec(const std::string& address, const wire::Welcome& welcome,
   set_state(options, buffers, spec);
   set_inputs(options, spec);
   set_ranges(welcome, options, spec);
+  set_mask(welcome, layout, options, spec);
   spec.welcome = welcome;
   return spec;
 }
@@ -453,6 +483,9 @@ void check_values(const EnvSpec& spec, const Segments& message,
   wire::check_finite(message, step.arrays[spec.reward], arrays[spec.reward]);
   for (const auto& [i, range] : spec.ranges) {
     wire::check_range(message, step.arrays[i], arrays[i], range, spec.num_envs);
+  }
+  if (spec.mask) {
+    wire::check_mask(message, step, arrays, *spec.mask, spec.num_envs);
   }
 }
 

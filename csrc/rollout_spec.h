@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -66,8 +67,9 @@ struct EnvSpec {
   std::vector<Array> initial_state;  // For K environments.
   // By index of the array in the Welcome.
   std::map<size_t, wire::ValueRange> ranges;
-  size_t reward = 0;      // Index of the array `reward` in the Welcome.
-  Structure::Ptr inputs;  // Of inference: (rows, state)
+  size_t reward = 0;  // Index of the array `reward` in the Welcome.
+  std::optional<wire::Mask> mask;  // None: masks are not checked.
+  Structure::Ptr inputs;           // Of inference: (rows, state)
 };
 
 struct SpecOptions {
@@ -75,7 +77,8 @@ struct SpecOptions {
   bool named_rows = false;
   std::vector<std::string> inference_keys;  // With named rows; empty: all.
   std::vector<wire::ValueRange> value_ranges;
-  int64_t columns = 1;  // C, of a learner batch: a multiple of K.
+  std::vector<size_t> mask_sizes;  // See wire::Mask.
+  int64_t columns = 1;             // C, of a learner batch: a multiple of K.
 };
 
 // The smallest multiple of K that is a batch of the learner queue. Throws
@@ -93,8 +96,10 @@ EnvSpec make_env_spec(const std::string& address, const wire::Welcome& welcome,
                       size_t welcome_bytes, const SpecOptions& options,
                       BufferPool& buffers);
 
-// Throws DecodeError unless the values of a Step are within `ranges` and its
-// rewards are finite. Other values would make the model or the learner fail.
+// Throws DecodeError unless the values of a Step are within `ranges`, its
+// rewards are finite, and its masks allow at least one value of each choice.
+// Other values would make the model or the learner fail, or be an action that
+// the environment does not allow.
 void check_values(const EnvSpec& spec, const Segments& message,
                   const wire::Step& step);
 

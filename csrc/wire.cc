@@ -2,6 +2,7 @@
 
 #include "wire.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <charconv>
@@ -222,6 +223,15 @@ const std::vector<T>& load(const Segments& message, Piece piece) {
   values.resize(piece.size / sizeof(T));
   copy(message, piece, reinterpret_cast<char*>(values.data()));
   return values;
+}
+
+bool is_zero(const char* bytes, DType dtype) {
+  const size_t size = itemsize(dtype);
+  for (size_t i = 0; i + 1 < size; ++i) {
+    if (bytes[i] != 0) return false;
+  }
+  // Little endian: the sign of a float is in the last byte, and -0.0 is 0.
+  return (bytes[size - 1] & (dtype >= DType::kFloat16 ? 0x7f : 0xff)) == 0;
 }
 
 // Returns the structure of the arrays `members`, whose paths agree in their
@@ -483,6 +493,42 @@ void check_finite(const Segments& message, Piece piece, const ArraySpec& spec) {
     throw DecodeError("array " + path_name(spec) + " of environment " +
                       std::to_string(k) + " in this stream has " +
                       std::to_string(values[k]) + ", expected a finite number");
+  }
+}
+
+void check_mask(const Segments& message, const Step& step,
+                const std::vector<ArraySpec>& specs, const Mask& mask,
+                size_t num_envs) {
+  const size_t entries = mask.num_entries();
+  thread_local std::string allowed;  // [K, entries]; keeps its memory.
+  allowed.resize(num_envs * entries);
+  size_t column = 0;
+  for (const size_t i : mask.arrays) {
+    const DType dtype = specs[i].dtype;
+    const size_t n = specs[i].nbytes / itemsize(dtype);
+    const auto& bytes = load<char>(message, step.arrays[i]);
+    for (size_t j = 0; j < num_envs * n; ++j) {
+      const char* at = bytes.data() + j * itemsize(dtype);
+      allowed[j / n * entries + column + j % n] = !is_zero(at, dtype);
+    }
+    column += n;
+  }
+  auto at = allowed.begin();
+  for (size_t k = 0; k < num_envs; ++k) {
+    for (size_t choice = 0; choice < mask.sizes.size(); ++choice) {
+      const auto begin = at;
+      at += static_cast<ptrdiff_t>(mask.sizes[choice]);
+      if (std::find(begin, at, '\1') != at) continue;
+      if (mask.truncated &&
+          load<char>(message, step.arrays[*mask.truncated])[k] != 0) {
+        continue;
+      }
+      throw DecodeError("array observation.action_mask of environment " +
+                        std::to_string(k) + " in this stream allows none of " +
+                        std::to_string(mask.sizes[choice]) +
+                        " values of choice " + std::to_string(choice) +
+                        ", expected at least one; end the episode before");
+    }
   }
 }
 

@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <numeric>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -75,6 +77,18 @@ struct ValueRange {
   std::vector<int64_t> high;
 };
 
+// The masks of a Step, which say which values of an action's Discrete choices
+// are allowed: an entry that is not 0 for each value that is.
+struct Mask {
+  std::vector<size_t> arrays;       // In the order of their entries.
+  std::vector<size_t> sizes;        // The number of values of each choice.
+  std::optional<size_t> truncated;  // The array that says which rows are.
+
+  size_t num_entries() const {
+    return std::accumulate(sizes.begin(), sizes.end(), size_t{0});
+  }
+};
+
 // What the pool needs of a Welcome. Python reads the rest.
 struct Welcome {
   uint32_t protocol = 0;
@@ -114,7 +128,7 @@ struct ToLearner {
   Piece body;
 };
 
-// The functions from here to check_finite throw DecodeError, except
+// The functions from here to check_mask throw DecodeError, except
 // describe_value.
 ToLearner open(const Segments& message);
 Welcome decode_welcome(const Segments& message, Piece body);
@@ -135,6 +149,11 @@ void check_range(const Segments& message, Piece piece, const ArraySpec& spec,
                  const ValueRange& range, size_t num_envs);
 void check_finite(const Segments& message, Piece piece,  // float32
                   const ArraySpec& spec);
+// Each choice must have a value that is allowed. Not where a row is truncated:
+// no action is executed there.
+void check_mask(const Segments& message, const Step& step,
+                const std::vector<ArraySpec>& specs, const Mask& mask,
+                size_t num_envs);
 
 std::string encode(const Hello& hello);
 std::string hello_to_server(const Hello& hello);  // Inside a ToServer.

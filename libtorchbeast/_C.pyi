@@ -216,6 +216,9 @@ class ActorPool:
         lie in a range, such as (("observation", "direction"), [0], [3]): the least and
         the greatest of one environment's numbers. A server that sends another value
         loses its stream.
+      mask_sizes: how many values each Discrete choice of an action has, if observations
+        have an action_mask; (): they have none. A server whose mask allows no value of
+        a choice loses its stream, unless the row is truncated.
       max_streams: the largest number of streams at a time. 0: as many as there are
         env_server_addresses.
       num_envs: K. A server with another number does not fit.
@@ -252,6 +255,7 @@ class ActorPool:
         value_ranges: Sequence[
             tuple[Sequence[str | int], Sequence[int], Sequence[int]]
         ] = (),
+        mask_sizes: Sequence[int] = (),
         max_streams: int = 0,
         num_envs: int = 1,
         welcome: bytes = b"",

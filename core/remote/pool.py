@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import libtorchbeast
+from core.action_spaces import category_sizes, split_mask
 from core.algorithm.update import Learner
 from core.errors import ConfigError
 from core.nests import ArraySpec, leaves
@@ -71,10 +72,12 @@ def stream_options(
 ) -> dict[str, Any]:
     """Return the arguments of `libtorchbeast.ActorPool` that concern single streams."""
     assert welcome.observation is not None and welcome.action is not None
+    _, mask = split_mask(welcome.observation)
     return {
         "num_envs": welcome.num_envs,
         "welcome": codec.encode(welcome),
         "value_ranges": frames.value_ranges(welcome.observation, welcome.action),
+        "mask_sizes": category_sizes(welcome.action) if mask is not None else [],
         "info_keys": flags.info_keys,
         "seed": flags.seed,
         # The flag limits one environment; a message carries the rows of all K.

@@ -371,6 +371,35 @@ TEST(a_newest_frame_has_the_range_of_the_last_frame) {
   }
 }
 
+TEST(a_mask_must_allow_a_value_of_each_choice_unless_the_row_is_truncated) {
+  const std::vector<wire::ArraySpec> specs = {
+      {{{false, "truncated"}}, DType::kBool, {}, 1, false},
+      {{{false, "legs"}}, DType::kFloat32, {2}, 8, false},
+      {{{false, "toes"}}, DType::kInt16, {3}, 6, false}};
+  const wire::Mask mask = {{1, 2}, {3, 2}, 0};
+  const auto check = [&](bool truncated, float leg, int16_t toe, int16_t last) {
+    const auto flags = fake::raw(false, truncated);
+    const auto legs = fake::raw(0.5f, 0.0f, -0.0f, leg);
+    const auto toes = fake::raw(int16_t{0}, int16_t{0}, int16_t{256}) +
+                      fake::raw(toe, int16_t{0}, last);
+    const std::string bytes = flags + legs + toes;
+    const Segments segments = segments_of(bytes, bytes.size());
+    const size_t at = flags.size() + legs.size();
+    const wire::Step step = {
+        0, {{0, 0, 2}, {0, 2, legs.size()}, {0, at, toes.size()}}, false};
+    wire::check_mask(segments, step, specs, mask, 2);
+  };
+  check(false, 1.0f, 0, 1);
+  check(false, 0.0f, -1, 1);
+  check(true, 0.0f, 0, 0);
+  CHECK_THROWS(DecodeError,
+               "observation.action_mask of environment 1 in this stream allows "
+               "none of 3 values of choice 0, expected at least one",
+               check(false, -0.0f, 0, 1));
+  CHECK_THROWS(DecodeError, "allows none of 2 values of choice 1",
+               check(false, 1.0f, 1, 0));
+}
+
 TEST(layout_nests_arrays_by_their_paths) {
   const auto name = [](const std::string& text) {
     wire::Key key;

@@ -40,6 +40,7 @@ def test_the_values_that_rows_may_have_are_those_of_the_servers_spaces():
         num_envs=11,
     )
     options = pool.stream_options(flags, welcome)
+    assert options["mask_sizes"] == []
     assert options["num_envs"] == 11
     assert options["value_ranges"] == [
         (("observation",), [0, 0], [4, 6]),

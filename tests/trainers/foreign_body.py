@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of another make, whose action has a part of every kind, and a mask.
 
-    python tests/trainers/foreign_body.py unix:/tmp/s
+    python tests/trainers/foreign_body.py unix:/tmp/s [stuck]
+
+If it is stuck, the masks of an episode's third row allow nothing for the leg.
 
 Nothing but gRPC and proto/, like examples/foreign_server.py, whose server it changes.
 """
@@ -37,6 +39,8 @@ class Game:
 
     def row(self, action=FIRST):
         (mask, nan), steps = (MASKS[self.steps % 2], float("nan")), self.steps
+        if steps == 2 and "stuck" in sys.argv:
+            mask = (0, 0, 0, *mask[3:])
         self.steps = (self.steps + 1) % LENGTH
         done, ended = steps == 0, steps == 0 and action is not FIRST
         length = LENGTH if ended else steps

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both programs act in a space of every kind at once, with a mask, in every mode."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 import monobeast
 import polybeast
+from core.errors import Exit
 from core.remote import env_server
 from core.running.supervise import start_thread
 from tests.conftest import DEADLINE_S
@@ -75,17 +77,31 @@ def test_polybeast_acts_in_every_kind_of_space(tmp_path, capsys):
     play_greedily(polybeast, tmp_path, capsys)
 
 
-def test_polybeast_acts_in_every_kind_of_space_of_a_server_of_another_make(tmp_path):
+@contextlib.contextmanager
+def another_make(address, *args):
     pytest.importorskip("grpc_tools", reason="pip install grpcio-tools")
-    address = f"unix:{tmp_path}/s"
     script = Path(__file__).with_name("foreign_body.py")
-    server = subprocess.Popen([sys.executable, script, address])
+    server = subprocess.Popen([sys.executable, script, address, *args])
     try:
-        flags = [*FLAGS, "--server_addresses", address, "--savedir", tmp_path]
-        run(polybeast, *flags, "--xpid", "x", "--total_steps", 100)
+        yield
     finally:
         server.kill()
         server.wait()
+
+
+def test_polybeast_acts_in_every_kind_of_space_of_a_server_of_another_make(tmp_path):
+    flags = [*FLAGS, "--savedir", tmp_path, "--xpid", "x", "--total_steps", 100]
+    with another_make(address := f"unix:{tmp_path}/s"):
+        run(polybeast, *flags, "--server_addresses", address)
     # The server's failure after an illegal action would have ended the run.
     last = log_rows(tmp_path / "x")[-1]
     assert (last["reconnects"], last["mean_episode_return"]) == ("0", "5")
+
+
+def test_a_server_of_another_make_whose_mask_allows_nothing_is_named(tmp_path, capsys):
+    flags = [*FLAGS, "--savedir", tmp_path, "--xpid", "x", "--total_steps", 100]
+    with another_make(address := f"unix:{tmp_path}/s", "stuck"):
+        flags += ["--server_addresses", address]
+        assert polybeast.main([str(flag) for flag in flags]) == Exit.INTERNAL
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "action_mask of environment 0 in this stream allows none of 3 values" in last
