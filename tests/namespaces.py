@@ -70,6 +70,20 @@ class Hosts:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
+    def close(self, name: str, *, port: int) -> None:
+        """Drop TCP packets to a host, but for those from `port` of the other host.
+
+        So the host can connect to that port, and the other host cannot connect to it.
+        A firewall would do this by connection; nft and iptables may not be installed.
+        """
+        for rule in (
+            f"add priority 1 iif eth0 ipproto tcp sport {port} lookup local",
+            "add priority 2 iif eth0 ipproto tcp blackhole",
+            "add priority 3 lookup local",
+            "delete priority 0",  # lookup local, for all packets.
+        ):
+            ip("-n", self._spaces[name], "rule", *rule.split())
+
     def on(self, name: str, *command: str) -> list[str]:
         """Return a command line that runs `command` on a host."""
         # Not `ip netns exec`, which would hide /sys/fs/cgroup.

@@ -1,21 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One learner and env servers on two other hosts, which network namespaces play.
+"""One learner and env servers on other hosts, which network namespaces play.
 
 Seen red: with both cables cut, with a cable that is never mended, with servers that
-play other actions than they are told, and with a Hosts that does not clean up.
+play other actions than they are told, and with a Hosts that does not clean up. With no
+firewall, and with servers that listen behind the firewall and do not dial in.
 """
 
 import importlib.util
 import os
 import subprocess
+import sys
 
 import psutil
 import pytest
 
 from examples import several_hosts
 from tests import namespaces
-from tests.conftest import wait_until
+from tests.conftest import DEADLINE_S, wait_until
 from tests.namespaces import ip
+from tools.runs import log_rows
+
+needs_certificates = pytest.mark.skipif(
+    importlib.util.find_spec("cryptography") is None, reason="pip install cryptography"
+)
+# Listens at a port until its stdin is closed.
+LISTEN = """
+import socket, sys
+server = socket.create_server(("0.0.0.0", int(sys.argv[1])))
+print("listens", flush=True)
+sys.stdin.read()
+"""
+CONNECT = """
+import socket, sys
+socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1)
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,9 +55,7 @@ def none_runs(processes):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("cryptography") is None, reason="pip install cryptography"
-)
+@needs_certificates
 def test_training_goes_on_while_a_host_is_cut_off_and_the_host_comes_back(tmp_path):
     with several_hosts.Hosts() as hosts:
         experiment = several_hosts.Experiment(hosts, tmp_path)
@@ -88,3 +104,54 @@ def test_hosts_that_cannot_be_made_leave_no_namespace():
         assert left_over() == [hosts.envs[1]]
     finally:
         ip("netns", "delete", hosts.envs[1])
+
+
+@pytest.mark.slow
+@needs_certificates
+def test_servers_behind_a_firewall_dial_in_and_train_a_run_to_its_end(tmp_path):
+    several_hosts.make_certificates(tmp_path / "certs", ["envs"])
+    port = several_hosts.PORT
+
+    def python(host, *argv):
+        return hosts.on(host, sys.executable, *map(str, argv))
+
+    def connect(host):
+        """Return the last line of a traceback, such as "TimeoutError: timed out"."""
+        done = subprocess.run(
+            python(host, "-c", CONNECT, "envs", port), capture_output=True, text=True
+        )
+        return done.stderr.strip().rpartition("\n")[2]
+
+    with namespaces.Hosts(("learner", "envs"), tmp_path) as hosts:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(python("envs", "-c", LISTEN, port), **pipes) as listener:
+            assert listener.stdout.readline() == b"listens\n"
+            assert connect("learner") == ""
+            hosts.close("envs", port=port)
+            assert connect("learner") == "TimeoutError: timed out"
+            assert connect("envs") == ""  # It still listens.
+        serve = ["--env", "Catch", "--num_servers", 1, "--envs_per_stream", 2]
+        serve += ["--learner_address", f"learner:{port}"]
+        serve += ["--tls_dir", tmp_path / "certs" / "envs"]
+        learn = ["--listen", f"0.0.0.0:{port}"]
+        learn += ["--tls_dir", tmp_path / "certs" / "learner"]
+        learn += ["--total_steps", 2000, "--batch_size", 4, "--unroll_length", 5]
+        learn += ["--savedir", tmp_path / "runs", "--xpid", "x"]
+        servers = subprocess.Popen(
+            python("envs", "-m", "polybeast_env", *serve), cwd=several_hosts.ROOT
+        )
+        try:
+            done = subprocess.run(
+                python("learner", "-m", "polybeast", *learn),
+                cwd=several_hosts.ROOT,
+                timeout=DEADLINE_S,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        finally:
+            servers.terminate()
+            assert servers.wait(DEADLINE_S) == 0
+    assert done.returncode == 0, done.stdout
+    assert "10.78.0.2" in done.stdout and "certificate of envs" in done.stdout
+    assert int(log_rows(tmp_path / "runs" / "x")[-1]["step"]) >= 2000
