@@ -2,7 +2,9 @@
 """tools/kubernetes: manifests that the API accepts, and that name each other rightly.
 
 Seen red: with a misspelled field, with `clusterIP: none`, with a Secret that no volume
-names, and with a flag that polybeast_env does not have.
+names, and with a flag that polybeast_env does not have. With an autoscaler of another
+Deployment, with `averageUtilisation`, with more streams than the
+learner has, and with a Deployment that requests no CPU.
 """
 
 import re
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from core.remote import server_flags
 from tests.conftest import DEADLINE_S, free_ports
 
 yaml = pytest.importorskip("yaml")
@@ -73,6 +76,25 @@ def test_what_the_manifests_name_is_there():
     assert f"--server_addresses=dns:{name}" in pod_of(learner)["containers"][0]["args"]
     made = re.search(r"tools.certs --hosts (\S+)", text)
     assert made is not None and made[1] == service["metadata"]["name"]
+
+
+def test_the_autoscaler_scales_the_servers_by_the_cpu_that_they_request():
+    scaler = one("HorizontalPodAutoscaler", "torchbeast-servers")["spec"]
+    target = scaler["scaleTargetRef"]
+    servers = one(target["kind"], target["name"])
+    assert servers["apiVersion"] == target["apiVersion"]
+    (container,) = pod_of(servers)["containers"]
+    (metric,) = scaler["metrics"]
+    # A utilization is a part of the request.
+    assert metric["resource"]["target"]["type"] == "Utilization"
+    assert metric["resource"]["name"] in container["resources"]["requests"]
+    replicas = servers["spec"]["replicas"]
+    assert scaler["minReplicas"] <= replicas <= scaler["maxReplicas"]
+    streams = scaler["maxReplicas"] * server_flags.STREAMS_PER_SERVER
+    assert streams <= server_flags.MIN_MAX_STREAMS  # The learner's --max_streams.
+    # An option: who applies torchbeast.yaml gets no autoscaler.
+    text = (FOLDER / "torchbeast.yaml").read_text()
+    assert "HorizontalPodAutoscaler" not in text
 
 
 def command_of(manifest: dict, data: dict[str, str], replaced: dict) -> list[str]:
