@@ -5,7 +5,8 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,24 +18,31 @@ def ip(*args: str) -> str:
     ).stdout
 
 
-def require() -> None:
-    """Skip the test where no namespaces can be made."""
+def reason_for_none() -> str | None:
+    """Say why no namespaces can be made; None if they can."""
     if shutil.which("ip") is None:
-        pytest.skip("needs the program ip (Debian: apt install iproute2)")
+        return "needs the program ip (Debian: apt install iproute2)"
     if os.geteuid() != 0:
-        pytest.skip("needs root, to make network namespaces")
+        return "needs root, to make network namespaces"
     name = f"torchbeast-{os.getpid()}-probe"
     try:
         ip("netns", "add", name)
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"may not make network namespaces: {error.stderr.strip()}")
+        return f"may not make network namespaces: {error.stderr.strip()}"
     try:
         ip("netns", "exec", name, "true")
         ip("-n", name, *"link add cable0 type veth peer name cable1".split())
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"may not use network namespaces: {error.stderr.strip()}")
+        return f"may not use network namespaces: {error.stderr.strip()}"
     finally:
         ip("netns", "delete", name)
+    return None
+
+
+def require() -> None:
+    """Skip the test where no namespaces can be made."""
+    if (reason := reason_for_none()) is not None:
+        pytest.skip(reason)
 
 
 class Hosts:
@@ -52,6 +60,7 @@ class Hosts:
         addresses = {name: f"10.78.0.{i}" for i, name in enumerate(self._spaces, 1)}
         lines = ["127.0.0.1 localhost", *(f"{a} {n}" for n, a in addresses.items())]
         self._etc_hosts.write_text("\n".join(lines) + "\n")
+        self._etc_hosts.chmod(0o644)  # Other users look for names, too.
         with contextlib.ExitStack() as stack:
             for space in self._spaces.values():
                 ip("netns", "add", space)
@@ -91,3 +100,50 @@ class Hosts:
         setup = f"hostname {name} && mount --bind {self._etc_hosts} /etc/hosts"
         own = ["unshare", "--uts", "--mount", "sh", "-c", f'{setup} && exec "$@"', "sh"]
         return [*there, *own, *command]
+
+
+# Arguments: user, an empty folder, pairs of a path and where it appears, "--", the
+# command. Only the command sees the mounts: `Hosts.on` gives it a namespace of its own.
+CONTAINER = """
+user=$1 root=$2
+umask 022
+shift 2
+mount -t tmpfs none "$root"
+mkdir -m 1777 "$root/tmp"
+while [ "$1" != -- ]; do
+    [ -f "$1" ] || mkdir -p "$root$2"
+    mount --rbind "$1" "$root$2"
+    shift 2
+done
+shift
+exec chroot --userspec="$user" --groups= "$root" "$@"
+"""
+
+
+def in_container(
+    *command: str,
+    user: str,
+    mounts: Mapping[str, Path],
+    env: Mapping[str, str],
+    folder: Path,
+    cwd: str,
+) -> list[str]:
+    """Return a command line for `Hosts.on`: `command` in a container, of a kind.
+
+    The container's files are the system's, Python's and `mounts`. So nothing else is at
+    "/", and the command finds "/runs" although the host has no such folder.
+
+    Args:
+      user: "UID:GID".
+      mounts: files and folders, by where the command finds them.
+      env: all environment variables.
+      folder: an empty folder.
+    """
+    system = ("bin", "sbin", "lib", "lib64", "usr", "etc", "proc", "sys", "dev")
+    files = {f"/{name}": Path("/", name) for name in system if Path("/", name).exists()}
+    files |= {sys.base_prefix: Path(sys.base_prefix), **mounts}
+    pairs = [word for to, path in files.items() for word in (str(path), to)]
+    variables = [f"{name}={value}" for name, value in env.items()]
+    inside = ["env", "-i", f"--chdir={cwd}", *variables, *command]
+    setup = ["sh", "-e", "-c", CONTAINER, "sh", user, str(folder), *pairs]
+    return [*setup, "--", *inside]
