@@ -7,19 +7,23 @@ Takes torchrun's flags. torchrun itself ends with 1 and a traceback, however its
 learners have ended. This ends with 75 after a signal to stop, if all learners of this
 machine did: the same command goes on from the checkpoint. Otherwise it ends with the
 status of the first learner that ended, or after a signal of the first that failed.
-If learner 0's host does not resolve, it says so in one line and ends with 78. After the
-signal the learners have SAVE_S for their checkpoint, or what the environment variable
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT says. (Older versions of torch always allow 30 s.)
+If learner 0's host does not resolve, or its port is in use, it says so in one line and
+ends with 78. After the signal the learners have SAVE_S for their checkpoint, or what
+the environment variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT says. (Older versions of torch
+always allow 30 s.)
 """
 
+import argparse
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
 
-from torch.distributed import run
+from torch.distributed import DistNetworkError, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from core import ranks
@@ -37,6 +41,8 @@ def main() -> int:
 
 def run_learners(statuses: Path) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_S))
+    # As the trainers do. If it is not set, torchrun does this too, with a warning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     args = run.parse_args(sys.argv[1:])
     try:
         if args.rdzv_endpoint and not args.standalone:
@@ -47,6 +53,12 @@ def run_learners(statuses: Path) -> int:
         run.main(sys.argv[1:])
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
+        return Exit.CONFIG
+    except (DistNetworkError, RendezvousConnectionError) as error:
+        reason = str(error.__cause__ or error).lower()  # torch versions differ.
+        if "address already in use" not in reason:
+            raise
+        print(f"ConfigError: {describe_taken_port(args)}", file=sys.stderr)
         return Exit.CONFIG
     except SignalException:  # torchrun has handed it on, and waited for the learners.
         for path in sorted(statuses.iterdir(), key=lambda path: int(path.name)):
@@ -62,6 +74,17 @@ def run_learners(statuses: Path) -> int:
         print(f"Learner {rank} was the first to end, with {status}", file=sys.stderr)
         return status
     return Exit.DONE
+
+
+def describe_taken_port(args: argparse.Namespace) -> str:
+    flag, value = "--master_port", args.master_port
+    if args.rdzv_endpoint:
+        flag, value = "--rdzv_endpoint", args.rdzv_endpoint
+    return (
+        f"{flag} is {value}, but another program on {socket.gethostname()} uses this "
+        "port: another run? Give this run another port, with the same "
+        f"{flag} on all its machines. On one machine, --standalone finds a free port."
+    )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 """tools/learners.py: torchrun's exceptions become the exit status of the learners.
 
 Seen red: with torchrun's own status, 1, for every failure; with torchrun's own minutes
-of warnings about a host.
+of warnings about a host; with torchrun's own traceback about a port.
 """
 
 import argparse
+import faulthandler
 import signal
+import socket
 
 import pytest
 from torch.distributed import run
@@ -43,6 +45,34 @@ def test_a_host_that_does_not_resolve_is_named(monkeypatch, capsys, flags, said)
     assert learners.main() == 78
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ConfigError: {said}")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--master_addr 127.0.0.1 --master_port {}", "--master_port is {}, "),
+        (
+            "--rdzv_backend c10d --rdzv_conf is_host=1 --rdzv_endpoint 127.0.0.1:{}",
+            "--rdzv_endpoint is 127.0.0.1:{}, ",
+        ),
+    ],
+)
+def test_a_port_in_use_is_one_line_that_names_it(monkeypatch, capsys, flags, said):
+    monkeypatch.setattr(
+        faulthandler, "enable", lambda **kwargs: None
+    )  # pytest's stays.
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+        monkeypatch.setenv(name, "")  # torchrun sets them.
+        monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = ["learners", "--nproc_per_node", "2", *flags.format(port).split()]
+        monkeypatch.setattr("sys.argv", [*argv, "-m", "polybeast"])
+        assert learners.main() == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"ConfigError: {said.format(port)}but another program on {socket.gethostname()}"
+    )
 
 
 def test_after_a_signal_a_learner_that_failed_is_told(monkeypatch, capsys):
