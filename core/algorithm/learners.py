@@ -26,6 +26,7 @@ import logging
 import math
 import os
 import platform
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -356,7 +357,7 @@ class Learners:
                 return LearnerLost(f"{name} was stopped", Exit.STOPPED)
             return LearnerLost(f"{name} has ended: {text or f'exit status {status}'}")
         pid, _, host = (self._read(f"process/{rank}") or "").partition(" ")
-        if host == socket.gethostname() and not _runs(int(pid)):
+        if host == socket.gethostname() and _state(int(pid)) in "ZX":
             return LearnerLost(f"{name} (process {pid}) was killed")
         return None
 
@@ -384,6 +385,7 @@ class Learners:
         self._tell(f"end/{self.rank}", f"{int(status)} {one_line(text)}")
         if not self.is_over:  # Other learners may wait for an update of this one.
             self._tell("ended", str(self.rank))
+            self._continue_stopped()
             dist.destroy_process_group()
         is_early = status not in (Exit.DONE, Exit.STOPPED)
         # Without torchrun, learner 0 keeps the store: the others must read it first.
@@ -397,6 +399,18 @@ class Learners:
         if self.is_over:
             dist.destroy_process_group()
 
+    def _continue_stopped(self) -> None:
+        """Continue the learners of this machine that are stopped, so that they end too.
+
+        Learner 0 then writes a checkpoint. torchrun would kill them after 30 s.
+        """
+        for rank in range(self.size):
+            pid, _, host = (self._read(f"process/{rank}") or "").partition(" ")
+            if host == socket.gethostname() and _state(int(pid)) == "T":
+                log.warning("Learner %d (process %s) is stopped; continuing", rank, pid)
+                with contextlib.suppress(OSError):  # It has just ended.
+                    os.kill(int(pid), signal.SIGCONT)
+
 
 def _processor(device: torch.device) -> str:
     """Return the model of a GPU, or the architecture of a CPU.
@@ -408,14 +422,18 @@ def _processor(device: torch.device) -> str:
     return f"a CPU ({platform.machine()})"
 
 
-def _runs(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """Return a process's state as in /proc: "T" stopped, "Z" or "X" ended, "?" unknown.
+
+    See proc_pid_stat(5) for the other letters.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in b"ZX"
+            return file.read().rpartition(b")")[2].split()[0].decode()
     except FileNotFoundError:
-        return not os.path.exists("/proc/self/stat")
+        return "X" if os.path.exists("/proc/self/stat") else "?"
     except OSError:
-        return True
+        return "?"
 
 
 _current: Learners | None = None

@@ -18,6 +18,7 @@ from core.running import checkpoint
 from tests.conftest import DEADLINE_S, ended, wait_until
 from tests.normalization_flags import obeyed
 from tests.trainers.several import start_learners
+from tools.nemesis.programs import Program
 from tools.runs import log_rows, num_rows
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,45 @@ def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, backgrou
     ]
     assert newest(tmp_path).step >= int(log_rows(run_dir)[-1]["step"])
     servers[0].stop()
+
+
+LAUNCHER = (sys.executable, "-m", "tools.learners", "--standalone")
+LAUNCHER += ("--nproc_per_node", "2", "--no_python")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_learner_ends_the_run_under_its_launcher(
+    tmp_path, background, victim
+):
+    pytest.importorskip("polybeast", reason="needs the extension")
+    servers = [Server(Catch, f"unix:{tmp_path}/{i}", num_envs=2) for i in range(2)]
+    for server in servers:
+        server.start()
+        background(server.run)
+    flags = [*FLAGS, "--total_steps", 10**7, "--stall_timeout_s", 3]
+    flags += ["--server_addresses", ",".join(server.address for server in servers)]
+    flags += ["--checkpoint_interval_s", 0.1]
+    with Program("polybeast", tmp_path, *map(str, flags), prefix=LAUNCHER) as launcher:
+        launcher.wait_for(launcher.newest)
+        learners = psutil.Process(launcher.pid).children()
+        (stopped,) = (p for p in learners if p.environ()["RANK"] == str(victim))
+        stopped.suspend()  # SIGSTOP: torchrun's SIGTERM does not reach it.
+        assert launcher.wait() == 70, launcher.text()
+        wait_until(lambda: not launcher.family())
+    said = launcher.text().splitlines()
+    reason = (
+        f"LearnerLost: learner {victim} of 2 did not answer within 3 s "
+        "(--stall_timeout_s): its environments or servers do not answer, or its "
+        "process is stopped"
+    )
+    assert f"learner {1 - victim}: {reason}" in said
+    end = f"LearnerLost: learner {1 - victim} of 2 has ended: {reason}"
+    assert f"learner {victim}: {end}" in said
+    # Learner 0 wrote a last checkpoint, also if it was the one that was stopped.
+    assert newest(tmp_path).step >= int(log_rows(launcher.run_dir)[-1]["step"]) > 0
+    for server in servers:
+        server.stop()
 
 
 def test_a_signal_to_one_learner_ends_all_that_wait_for_servers(start, tmp_path):
