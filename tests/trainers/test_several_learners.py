@@ -76,6 +76,25 @@ def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_pa
     assert steps[-1] >= found.step + STEPS
 
 
+def test_a_run_goes_on_with_more_learners_each_time(start, tmp_path):
+    flags = [*FLAGS, "--serial", "--batch_size", 6, "--num_actors", 6]
+    steps = 6 * T * 10  # Of each start: five games in each of the six environments.
+    rate, ends = 0.0006, []
+    for size in (1, 2, 3):
+        flags += ["--learning_rate", rate, "--total_steps", steps * size]
+        programs = start_learners(start, *flags, size=size)
+        assert [p.wait() for p in programs] == [0] * size, programs[0].text()
+        ends.append(newest(tmp_path))
+        rate = 0  # From now on the weights must stay those of the checkpoint.
+    assert [end.step for end in ends] == [steps, 2 * steps, 3 * steps]
+    games = [end.state["learner"]["episodes"]["games"] for end in ends]
+    assert games == [30, 60, 90]
+    for name, x in ends[0].tensors["model"].items():
+        assert torch.equal(ends[2].tensors["model"][name], x), name
+    logged = [int(row["step"]) for row in log_rows(tmp_path / "runs" / "x")]
+    assert logged == sorted({*logged})
+
+
 def test_a_killed_learner_ends_the_other_with_a_checkpoint(start, tmp_path):
     programs = start_learners(start, *FLAGS, *MONOBEAST, "--total_steps", 10**7)
     run_dir = tmp_path / "runs" / "x"
