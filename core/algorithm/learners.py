@@ -71,7 +71,8 @@ class LearnerLost(Exception):
     """Another learner has ended or does not answer, so this learner ends too.
 
     Attributes:
-      status: the exit status: STOPPED if a signal stopped the other learner.
+      status: the exit status: STOPPED if a signal stopped the other learner, USAGE if
+        its flags are wrong.
     """
 
     def __init__(self, text: str, status: Exit = Exit.INTERNAL):
@@ -114,6 +115,7 @@ class Learners:
             gpu = ranks.local_rank() % num_gpus
             torch.cuda.set_device(gpu)  # From now on "cuda" means this GPU.
         store.set(f"process/{self.rank}", f"{os.getpid()} {host}")
+        self._wait_for_all()
         limit = datetime.timedelta(days=365)
         if limit_s is not None:
             limit = datetime.timedelta(seconds=limit_s)
@@ -280,6 +282,29 @@ class Learners:
                         "the same flags."
                     )
 
+    def _wait_for_all(self) -> None:
+        """Wait until all learners have connected to the store.
+
+        Raises:
+          LearnerLost: a learner has ended before (`tell_flags_are_wrong`).
+          ConfigError: a learner has not connected within START_S.
+        """
+        deadline = time.monotonic() + START_S
+        store, keys = self._store, [f"process/{rank}" for rank in range(self.size)]
+        while not store.check(keys):
+            if (rank := self._read("ended")) is not None:
+                end = self._end_of(int(rank))
+                assert end is not None, rank
+                raise end
+            if time.monotonic() > deadline:
+                missing = [r for r, key in enumerate(keys) if not store.check([key])]
+                names = " and ".join(f"learner {r}" for r in missing)
+                raise ConfigError(
+                    f"{names} of {self.size} did not connect within {START_S:g} s. "
+                    "Look whether each runs, and whether its output has an error."
+                )
+            time.sleep(0.1)
+
     # ---------------------------------------------------------------------- stopping
 
     def check_stop(self, has_signal: bool) -> bool:
@@ -355,7 +380,10 @@ class Learners:
             status, _, text = end.partition(" ")
             if int(status) == Exit.STOPPED:
                 return LearnerLost(f"{name} was stopped", Exit.STOPPED)
-            return LearnerLost(f"{name} has ended: {text or f'exit status {status}'}")
+            return LearnerLost(
+                f"{name} has ended: {text or f'exit status {status}'}",
+                Exit.USAGE if int(status) == Exit.USAGE else Exit.INTERNAL,
+            )
         pid, _, host = (self._read(f"process/{rank}") or "").partition(" ")
         if host == socket.gethostname() and _state(int(pid)) in "ZX":
             return LearnerLost(f"{name} (process {pid}) was killed")
@@ -501,14 +529,8 @@ def check_host(flag: str, host: str) -> None:
 def _connect(flags: argparse.Namespace) -> Learners:
     check_host("--master_addr (MASTER_ADDR)", os.environ.get("MASTER_ADDR", ""))
     limit_s = flags.stall_timeout_s if flags.on_stall == "stop" else None
-    timeout = datetime.timedelta(seconds=START_S)
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-        # torchrun keeps its store when it restarts the learners. (Older versions of
-        # torch do this themselves.)
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"start/{restarts}", store)  # type: ignore[attr-defined]
-        return Learners(store, limit_s=limit_s)
+        return Learners(_open_store(START_S), limit_s=limit_s)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
@@ -516,3 +538,30 @@ def _connect(flags: argparse.Namespace) -> Learners:
             f"learners at {where}: {one_line(str(error))}. If another job uses this "
             "port, give torchrun another --master_port, or --standalone."
         ) from error
+
+
+def _open_store(limit_s: float) -> Any:
+    """Return torch's key-value store of this start, which all learners share."""
+    timeout = datetime.timedelta(seconds=limit_s)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    # torchrun keeps its store when it restarts the learners. (Older versions of
+    # torch do this themselves.)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start/{restarts}", store)  # type: ignore[attr-defined]
+
+
+def tell_flags_are_wrong() -> None:
+    """Tell the other learners that this one ends before it connects to them.
+
+    Without this call, learners on other machines would wait for START_S. Does nothing
+    if there are none: torchrun itself ends the learners of its own machine.
+    """
+    if ranks.size() == 1 or int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1:
+        return
+    rank, status = ranks.rank(), int(Exit.USAGE)
+    reason = f"its flags are wrong, as its output on {socket.gethostname()} says"
+    with contextlib.suppress(RuntimeError, ValueError):  # The store may be gone.
+        store = _open_store(END_S)
+        store.set(f"end/{rank}", f"{status} {reason}")
+        store.set("ended", str(rank))
+        time.sleep(END_S)  # The store may end with this learner's torchrun.

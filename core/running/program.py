@@ -13,7 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core import ranks
-from core.algorithm.learners import LearnerLost, train_together
+from core.algorithm.learners import (
+    LearnerLost,
+    tell_flags_are_wrong,
+    train_together,
+)
 from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, UsageError
 from core.running import terminal
 from core.running.checkpoint import CheckpointError, CheckpointMismatch
@@ -47,7 +51,12 @@ def _run(
 ) -> int:
     with contextlib.ExitStack() as stack:
         try:
-            flags = parse_flags(argv)
+            try:
+                flags = parse_flags(argv)
+            except SystemExit as error:  # argparse has printed the reason.
+                if error.code == Exit.USAGE:
+                    tell_flags_are_wrong()
+                raise
             if flags.mode == "train":
                 if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, stop.
                     send_at_parents_end(signal.SIGTERM)

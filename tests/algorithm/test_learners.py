@@ -356,6 +356,19 @@ def test_a_host_that_does_not_resolve_is_one_clear_line(monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_a_learner_that_does_not_come_is_named(monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(learners, "START_S", 0.1)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for name, value in environments(3, store.port)[1].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as error:
+        learners.train_together(lambda flags: Exit.DONE, parse())
+    assert str(error.value).startswith(
+        "learner 0 and learner 2 of 3 did not connect within 0.1 s."
+    )
+
+
 def test_a_host_may_become_known_late(monkeypatch):
     answers = [socket.gaierror(socket.EAI_NONAME, "not known"), []]
 

@@ -3,6 +3,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,13 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from core.environments.toys import Catch
 from core.remote.env_server import Server
 from core.running import checkpoint
 from tests.conftest import DEADLINE_S, ended, wait_until
 from tests.normalization_flags import obeyed
-from tests.trainers.several import start_learners
+from tests.trainers.several import environments, start_learners
 from tools.nemesis.programs import Program
 from tools.runs import log_rows, num_rows
 
@@ -180,6 +182,20 @@ def test_a_signal_to_one_learner_ends_all_that_wait_for_servers(start, tmp_path)
     programs[0].wait_for_text("Waiting for an environment server")
     os.kill(programs[0].pid, signal.SIGTERM)
     assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
+
+
+def test_wrong_flags_of_one_learner_are_told_to_those_of_other_machines(start):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    programs = []
+    for env, batch_size in zip(environments(2, store.port), (4, 5)):
+        env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
+        programs.append(start(*FLAGS, *MONOBEAST, "--batch_size", batch_size, env=env))
+    assert [p.wait() for p in programs] == [2, 2], [p.text() for p in programs]
+    assert "--batch_size is 5 but must be a multiple" in programs[1].text()
+    assert programs[0].text().splitlines() == [
+        "learner 0: LearnerLost: learner 1 of 2 has ended: its flags are wrong, as its "
+        f"output on {socket.gethostname()} says"
+    ]
 
 
 TORCHRUN = """
