@@ -552,6 +552,11 @@ void ActorStream::finish_close_locked() {
   if (life_->refused || attempts_ >= kMaxAttempts) {
     run_.avoid_locked(address_, Clock::now() + seconds(kRefusedBackoffS));
     if (run_.give_place_locked(*this)) {
+      if (!life_->refused) {
+        run_.add_event_locked(describe_locked() +
+                              ": cannot be reached; it waits, and " + wanted_ +
+                              " gets its place of max_streams");
+      }
       set_address_locked();
       return;
     }

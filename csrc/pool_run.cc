@@ -146,6 +146,9 @@ size_t PoolRun::assign_addresses_locked(
   for (const auto& [address, streams] : present) {
     for (ActorStream* const stream : streams) stream->wanted_.clear();
   }
+  std::stable_partition(added.begin(), added.end(), [&](const auto& address) {
+    return !is_avoided_locked(address);
+  });
   // First the streams that need not end before.
   for (const bool is_unused : {true, false}) {
     for (const auto& stream : streams_) {

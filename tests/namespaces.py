@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import DEADLINE_S
+
 
 def ip(*args: str) -> str:
     return subprocess.run(
@@ -32,6 +34,7 @@ def reason_for_none() -> str | None:
     try:
         ip("netns", "exec", name, "true")
         ip("-n", name, *"link add cable0 type veth peer name cable1".split())
+        ip("-n", name, *"rule add priority 1 ipproto tcp sport 1 blackhole".split())
     except subprocess.CalledProcessError as error:
         return f"may not use network namespaces: {error.stderr.strip()}"
     finally:
@@ -43,6 +46,16 @@ def require() -> None:
     """Skip the test where no namespaces can be made."""
     if (reason := reason_for_none()) is not None:
         pytest.skip(reason)
+
+
+def stop(process: subprocess.Popen) -> int:
+    """Send SIGTERM; return the exit status. Kills a process that does not end."""
+    process.terminate()
+    try:
+        return process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
 
 
 class Hosts:
@@ -111,7 +124,7 @@ shift 2
 mount -t tmpfs none "$root"
 mkdir -m 1777 "$root/tmp"
 while [ "$1" != -- ]; do
-    [ -f "$1" ] || mkdir -p "$root$2"
+    mkdir -p "$root$2"
     mount --rbind "$1" "$root$2"
     shift 2
 done
@@ -135,14 +148,16 @@ def in_container(
 
     Args:
       user: "UID:GID".
-      mounts: files and folders, by where the command finds them.
+      mounts: folders, by where the command finds them.
       env: all environment variables.
       folder: an empty folder.
     """
     system = ("bin", "sbin", "lib", "lib64", "usr", "etc", "proc", "sys", "dev")
-    files = {f"/{name}": Path("/", name) for name in system if Path("/", name).exists()}
-    files |= {sys.base_prefix: Path(sys.base_prefix), **mounts}
-    pairs = [word for to, path in files.items() for word in (str(path), to)]
+    folders = {
+        f"/{name}": Path("/", name) for name in system if Path("/", name).exists()
+    }
+    folders |= {sys.base_prefix: Path(sys.base_prefix), **mounts}
+    pairs = [word for to, path in folders.items() for word in (str(path), to)]
     variables = [f"{name}={value}" for name, value in env.items()]
     inside = ["env", "-i", f"--chdir={cwd}", *variables, *command]
     setup = ["sh", "-e", "-c", CONTAINER, "sh", user, str(folder), *pairs]

@@ -29,7 +29,7 @@ import platform
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ NAME_S = 10.0
 END_S = 3.0
 # Learner 0 may need this long for its last checkpoint while the other learners wait.
 LAST_SAVE_S = 300.0
+# A learner with wrong flags waits this long for those of other machines to read it.
+NEIGHBOURS_S = 60.0
 # How long a learner waits, after a stop signal, for an update in which all agree.
 STOP_S = 5.0
 SAY_WAITING_S = 30.0  # Between two warnings that this learner waits for another one.
@@ -286,24 +288,44 @@ class Learners:
         """Wait until all learners have connected to the store.
 
         Raises:
-          LearnerLost: a learner has ended before (`tell_flags_are_wrong`).
-          ConfigError: a learner has not connected within START_S.
+          LearnerLost: a learner has ended, or has not connected within START_S (within
+            the limit of an update, if that is longer).
         """
-        deadline = time.monotonic() + START_S
-        store, keys = self._store, [f"process/{rank}" for rank in range(self.size)]
-        while not store.check(keys):
-            if (rank := self._read("ended")) is not None:
-                end = self._end_of(int(rank))
-                assert end is not None, rank
-                raise end
-            if time.monotonic() > deadline:
-                missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        limit_s = max(START_S, math.inf if self._limit_s is None else self._limit_s)
+        began = said = time.monotonic()
+        while not self._have_connected(range(self.size)):
+            self._raise_if_one_has_ended()
+            if self._store is None:
+                raise LearnerLost(f"lost learner 0 of {self.size}, or its torchrun")
+            now = time.monotonic()
+            is_over = now > began + limit_s
+            if is_over or now > said + SAY_WAITING_S:
+                said = now
+                missing = [r for r in range(self.size) if not self._have_connected([r])]
                 names = " and ".join(f"learner {r}" for r in missing)
-                raise ConfigError(
-                    f"{names} of {self.size} did not connect within {START_S:g} s. "
-                    "Look whether each runs, and whether its output has an error."
-                )
+                if is_over and missing:
+                    text = (
+                        f"{names} of {self.size} did not connect within {limit_s:g} s. "
+                        "Look whether each runs, and whether its output has an error."
+                    )
+                    # For learners that come later.
+                    self._tell(f"end/{self.rank}", f"{int(Exit.INTERNAL)} {text}")
+                    self._tell("ended", str(self.rank))
+                    raise LearnerLost(text)
+                log.warning("Waiting for %s to connect", names)
             time.sleep(0.1)
+        self._raise_if_one_has_ended()
+
+    def _have_connected(self, which: Iterable[int]) -> bool:
+        try:
+            return bool(self._store.check([f"process/{rank}" for rank in which]))
+        except RuntimeError:
+            self._store = None
+            return False
+
+    def _raise_if_one_has_ended(self) -> None:
+        if (rank := self._read("ended")) is not None:
+            raise self._end_of(int(rank)) or LearnerLost(f"learner {rank} has ended")
 
     # ---------------------------------------------------------------------- stopping
 
@@ -329,10 +351,8 @@ class Learners:
             self._asked_at = now
             if not self.wants_stop and (has_signal or self._read("stop") is not None):
                 self.wants_stop, self._stop_by = True, now + STOP_S
-            if (rank := self._read("ended")) is not None and not self.is_over:
-                end = self._end_of(int(rank))
-                assert end is not None, rank
-                raise end
+            if not self.is_over:
+                self._raise_if_one_has_ended()
         if self._store is None and not self._has_torchrun and not self.is_over:
             raise LearnerLost(f"learner 0 of {self.size} has ended")
         return now > self._stop_by
@@ -434,10 +454,11 @@ class Learners:
         """
         for rank in range(self.size):
             pid, _, host = (self._read(f"process/{rank}") or "").partition(" ")
-            if host == socket.gethostname() and _state(int(pid)) == "T":
-                log.warning("Learner %d (process %s) is stopped; continuing", rank, pid)
-                with contextlib.suppress(OSError):  # It has just ended.
-                    os.kill(int(pid), signal.SIGCONT)
+            if host != socket.gethostname() or _state(int(pid)) != "T":
+                continue
+            with contextlib.suppress(OSError):  # It has just ended.
+                os.kill(int(pid), signal.SIGCONT)
+                log.warning("Learner %d (%s) was stopped; continuing it", rank, pid)
 
 
 def _processor(device: torch.device) -> str:
@@ -564,4 +585,14 @@ def tell_flags_are_wrong() -> None:
         store = _open_store(END_S)
         store.set(f"end/{rank}", f"{status} {reason}")
         store.set("ended", str(rank))
-        time.sleep(END_S)  # The store may end with this learner's torchrun.
+        # The store may end with this learner's torchrun: others may still start.
+        others = [r for r in range(ranks.size()) if r != rank]
+        deadline = time.monotonic() + NEIGHBOURS_S
+        while others and time.monotonic() < deadline:
+            others = [
+                r
+                for r in others
+                if not store.check([f"process/{r}"]) and not store.check([f"end/{r}"])
+            ]
+            time.sleep(0.1)
+        time.sleep(END_S)

@@ -305,6 +305,15 @@ TEST(a_server_that_cannot_be_reached_gives_its_place_to_one_that_waits) {
   CHECK_EQ(player.connection->address, "there");
   player.greet();
   play(rig, player, 3);
+  const auto events = rig.pool->take_events();
+  CHECK(std::any_of(events.begin(), events.end(), [](const auto& event) {
+    return event.starts_with("away (") &&
+           event.ends_with("also away gets its place of max_streams");
+  }));
+  // A place that is free does not go to a server that was tried a moment ago.
+  CHECK_EQ(rig.pool->set_addresses({"away", "late"}), 1u);
+  player.connection->wait_closed();
+  CHECK_EQ(rig.network->accept()->address, "late");
   // If no server waits that was not tried a moment ago, it goes on trying.
   CHECK_EQ(rig.pool->set_addresses({"away", "also away"}), 1u);
   const size_t before = rig.network->connections().size();

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore
 
 import monobeast
 from core.algorithm import learners
+from core.algorithm.learners import LearnerLost
 from core.errors import ConfigError, Exit, UsageError
 from core.nests import map_nest
 from core.rollout import Spaces
@@ -358,15 +359,19 @@ def test_a_host_that_does_not_resolve_is_one_clear_line(monkeypatch):
 
 def test_a_learner_that_does_not_come_is_named(monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(learners, "START_S", 0.1)
+    monkeypatch.setattr(learners, "START_S", 2.0)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    for name, value in environments(3, store.port)[1].items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError) as error:
-        learners.train_together(lambda flags: Exit.DONE, parse())
-    assert str(error.value).startswith(
-        "learner 0 and learner 2 of 3 did not connect within 0.1 s."
-    )
+    flags = parse("--stall_timeout_s", "1")
+    for rank, message in (
+        (1, "learner 0 and learner 2 of 3 did not connect within 2 s."),
+        (2, "learner 1 of 3 has ended: learner 0 and learner 2 of 3 did not connect"),
+    ):
+        for name, value in environments(3, store.port)[rank].items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LearnerLost) as error:
+            learners.train_together(lambda flags: Exit.DONE, flags)
+        assert str(error.value).startswith(message)
+        assert error.value.status == Exit.INTERNAL
 
 
 def test_a_host_may_become_known_late(monkeypatch):

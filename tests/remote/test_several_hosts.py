@@ -150,8 +150,8 @@ def test_servers_behind_a_firewall_dial_in_and_train_a_run_to_its_end(tmp_path):
                 text=True,
             )
         finally:
-            servers.terminate()
-            assert servers.wait(DEADLINE_S) == 0
+            status = namespaces.stop(servers)
     assert done.returncode == 0, done.stdout
+    assert status == 0
     assert "10.78.0.2" in done.stdout and "certificate of envs" in done.stdout
     assert int(log_rows(tmp_path / "runs" / "x")[-1]["step"]) >= 2000

@@ -20,8 +20,9 @@ that came of it are in brackets:
   `batch["action"][:-1]`, the action of the row before: Catch, Memory, FirstStep,
     Breakout
   a discount of 0: Catch (-0.1 to 0.4), CartPole (23), Pendulum (-1,246), Breakout (0.4)
-  a discount that does not end with the episode: Memory (0.4 to 0.6), FirstStep (0.6),
-    CartPole (9), Breakout (1.0). Pendulum's games end by a time limit only.
+  a discount that does not end with the episode: Memory (-0.1 to 0.85), FirstStep (0.6
+    to 0.7, and once 0.74, which passes), CartPole (9), Breakout (1.0). Pendulum's games
+    end by a time limit only.
   `unroll_lstm` as if no row were `done`: FirstStep (0.4)
   a recurrent state that is always zero: Memory
 """
@@ -39,7 +40,7 @@ from tools.runs import log_rows
 GATE = Path(__file__).parents[2] / "results" / "learning-gate"
 SPREADS = 6
 # Only entropy keeps the answers random until the LSTM knows the cue.
-MEMORY = ["--env", "Memory", "--total_steps", 25_000, "--learning_rate", 0.001]
+MEMORY = ["--env", "Memory", "--total_steps", 40_000, "--learning_rate", 0.001]
 MEMORY += ["--entropy_cost", 0.1]
 FIRST_STEP = [
     "--env",
@@ -48,7 +49,7 @@ FIRST_STEP = [
     40_000,
 ]
 FIRST_STEP += ["--learning_rate", 0.001, "--use_lstm"]
-SMALL = ["--batch_size", 8, "--epsilon", 0.001, "--seed", 1, "--log_interval_s", 0.3]
+SMALL = ["--batch_size", 8, "--epsilon", 0.001, "--seed", 1, "--log_interval_s", 0.1]
 SHOWN = ["step", "mean_episode_return", "entropy", "mean_rho", "grad_norm"]
 MONOBEAST = ["--num_actors", 1, "--envs_per_actor", 8]
 POLYBEAST = ["--num_servers", 1, "--streams_per_server", 2]  # Of 8 environments each.
@@ -152,20 +153,25 @@ def test_each_published_run_passes_beside_the_others(task):
 
 # -------------------------------------------------------------------- recurrent states
 
-# No policy without a state reaches these returns, so it is enough to reach them once.
-# The last games of a run may be bad: with these learning rates a learned policy is
-# sometimes lost within a few updates, and learned again a thousand steps later, also
-# with --serial. (In a run of Memory that fell from 1 to 0, all updates and rows were
-# what `test_recomputed_runs` computes.)
+
+def settled(returns: list[float]) -> float:
+    """Return the median of the last quarter of a run's rows.
+
+    The last games alone may be bad: with these learning rates a learned policy is
+    sometimes lost within a few updates, and learned again a thousand steps later, also
+    with --serial. (In a run of Memory that fell from 1 to 0, all updates and rows were
+    what `test_recomputed_runs` computes.)
+    """
+    return statistics.median(returns[-(len(returns) // 4) :])
 
 
 def test_memory_is_learned_with_a_recurrent_state(train):
-    assert max(train(*MEMORY, "--serial", "--use_lstm")) >= 0.9
+    assert settled(train(*MEMORY, "--serial", "--use_lstm")) >= 0.9
 
 
 def test_memory_is_learned_with_the_state_that_the_actor_pool_keeps(train):
-    assert max(train(*MEMORY, "--use_lstm", module="polybeast")) >= 0.9
+    assert settled(train(*MEMORY, "--use_lstm", module="polybeast")) >= 0.9
 
 
 def test_each_episode_begins_with_a_new_recurrent_state(train):
-    assert max(train(*FIRST_STEP, module="polybeast")) >= 0.7
+    assert settled(train(*FIRST_STEP, module="polybeast")) >= 0.7

@@ -29,7 +29,7 @@ from tests import counting_env
 FLAGS = ["--env", "tests.counting_env:make_lives", "--use_lstm", "--seed", 7]
 FLAGS += ["--precision", "float32", "--learning_rate", 0.001, "--epsilon", 0.001]
 FLAGS += ["--batch_size", 8, "--unroll_length", 20, "--total_steps", 50 * 8 * 20]
-FLAGS += ["--num_learner_threads", 2]
+FLAGS += ["--num_learner_threads", 2, "--disable_cuda"]
 FLAGS += ["--learner_cores", 1]  # As below: another number of threads rounds otherwise.
 # Few buffers: a buffer that is free too early is soon written again.
 MONOBEAST = ["--num_actors", 2, "--envs_per_actor", 4, "--num_buffers", 8]
