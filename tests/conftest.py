@@ -41,6 +41,19 @@ with contextlib.suppress(ModuleNotFoundError):  # .venv-classic has none.
     hypothesis.settings.load_profile("tests")
 
 
+def pytest_configure() -> None:
+    """Take signals as in a terminal. `nohup pytest &` begins with some of them ignored.
+
+    Tests send Ctrl-C to themselves and to their children, which would inherit this.
+    """
+    for signum, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, handler)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         import torch  # Not for those that need none.

@@ -204,9 +204,11 @@ def test_minigrid_is_learned_as_the_page_on_environments_says(monkeypatch):
         )
 
     page = (REPOSITORY / "docs" / "environments.md").read_text()
-    (code,) = re.findall(r"```python\n(def make_env\(.*?)```", page, re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(import gymnasium\n+def make_env\(.*?)```", page, re.DOTALL
+    )
     monkeypatch.setattr(gym, "make", lambda env_id: MiniGrid())
-    names = {"gymnasium": gym}
+    names = {}
     exec(code, names)
     space = names["make_env"]().observation_space
     spec_of(space)  # It can be learned.
