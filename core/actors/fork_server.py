@@ -25,8 +25,8 @@ from concurrent import futures
 from multiprocessing import forkserver
 from typing import Any
 
+from core.proc import continue_if_stopped
 from core.running.supervise import (
-    continue_if_stopped,
     send_at_parents_end,
     start_thread,
 )

@@ -26,10 +26,9 @@ import logging
 import math
 import os
 import platform
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
-from core import ranks
+from core import proc, ranks
 from core.errors import ConfigError, Exit, UsageError, one_line
 
 log = logging.getLogger(__name__)
@@ -293,7 +292,7 @@ class Learners:
         """
         limit_s = max(START_S, math.inf if self._limit_s is None else self._limit_s)
         began = said = time.monotonic()
-        while not self._have_connected(range(self.size)):
+        while not self._have_all_connected():
             self._raise_if_one_has_ended()
             if self._store is None:
                 raise LearnerLost(f"lost learner 0 of {self.size}, or its torchrun")
@@ -301,7 +300,8 @@ class Learners:
             is_over = now > began + limit_s
             if is_over or now > said + SAY_WAITING_S:
                 said = now
-                missing = [r for r in range(self.size) if not self._have_connected([r])]
+                every = range(self.size)
+                missing = [r for r in every if self._read(f"process/{r}") is None]
                 names = " and ".join(f"learner {r}" for r in missing)
                 if is_over and missing:
                     text = (
@@ -316,9 +316,9 @@ class Learners:
             time.sleep(0.1)
         self._raise_if_one_has_ended()
 
-    def _have_connected(self, which: Iterable[int]) -> bool:
+    def _have_all_connected(self) -> bool:
         try:
-            return bool(self._store.check([f"process/{rank}" for rank in which]))
+            return bool(self._store.check([f"process/{r}" for r in range(self.size)]))
         except RuntimeError:
             self._store = None
             return False
@@ -405,7 +405,7 @@ class Learners:
                 Exit.USAGE if int(status) == Exit.USAGE else Exit.INTERNAL,
             )
         pid, _, host = (self._read(f"process/{rank}") or "").partition(" ")
-        if host == socket.gethostname() and _state(int(pid)) in "ZX":
+        if host == socket.gethostname() and proc.state(int(pid)) in "ZX":
             return LearnerLost(f"{name} (process {pid}) was killed")
         return None
 
@@ -454,11 +454,8 @@ class Learners:
         """
         for rank in range(self.size):
             pid, _, host = (self._read(f"process/{rank}") or "").partition(" ")
-            if host != socket.gethostname() or _state(int(pid)) != "T":
-                continue
-            with contextlib.suppress(OSError):  # It has just ended.
-                os.kill(int(pid), signal.SIGCONT)
-                log.warning("Learner %d (%s) was stopped; continuing it", rank, pid)
+            if host == socket.gethostname():
+                proc.continue_if_stopped(f"learner {rank}", int(pid))
 
 
 def _processor(device: torch.device) -> str:
@@ -469,20 +466,6 @@ def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return f"a GPU ({torch.cuda.get_device_name(device)})"
     return f"a CPU ({platform.machine()})"
-
-
-def _state(pid: int) -> str:
-    """Return a process's state as in /proc: "T" stopped, "Z" or "X" ended, "?" unknown.
-
-    See proc_pid_stat(5) for the other letters.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except FileNotFoundError:
-        return "X" if os.path.exists("/proc/self/stat") else "?"
-    except OSError:
-        return "?"
 
 
 _current: Learners | None = None

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError, Exit
+from core.proc import continue_if_stopped
 from core.running.machine import raise_file_limit
 from core.running.supervise import (
     ForParent,
     Repeats,
     RestartBudget,
-    continue_if_stopped,
     describe_exit,
     from_child,
     send_at_parents_end,

@@ -12,6 +12,7 @@ import time
 
 from core import flag_types
 from core.errors import ConfigError, Exit
+from core.proc import continue_if_stopped
 from core.remote import child
 from core.remote.server_flags import passed_on
 from core.remote.supervisor import DELIVERED_STEPS
@@ -19,7 +20,6 @@ from core.running import terminal
 from core.running.supervise import (
     RECORD_BYTES,
     RestartBudget,
-    continue_if_stopped,
     describe_exit,
     from_child,
     start_thread,

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing import connection, parent_process
-from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError, Exit, StallError, one_line
@@ -314,15 +313,6 @@ def send_at_parents_end(signum: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signum))
-
-
-def continue_if_stopped(name: str, pid: int) -> None:
-    """Continue a process that this one needs, if it is stopped. Linux only."""
-    with contextlib.suppress(OSError):  # The process has ended, or no /proc exists.
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-        if stat.rpartition(b")")[2].split()[0] == b"T":
-            log.warning("%s (process %d) was stopped; continuing it", name, pid)
-            os.kill(pid, signal.SIGCONT)
 
 
 def exit_with_parent() -> None:

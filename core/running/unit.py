@@ -36,10 +36,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from core.errors import Exit
+from core.proc import continue_if_stopped
 from core.running import terminal
 from core.running.signals import Pauses, dump_stacks, pausable
 from core.running.supervise import (
-    continue_if_stopped,
     exit_with_parent,
     send_at_parents_end,
 )

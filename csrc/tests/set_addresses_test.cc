@@ -311,9 +311,11 @@ TEST(a_server_that_cannot_be_reached_gives_its_place_to_one_that_waits) {
            event.ends_with("also away gets its place of max_streams");
   }));
   // A place that is free does not go to a server that was tried a moment ago.
+  const size_t tried = rig.network->connections().size();
   CHECK_EQ(rig.pool->set_addresses({"away", "late"}), 1u);
   player.connection->wait_closed();
   CHECK_EQ(rig.network->accept()->address, "late");
+  CHECK_EQ(rig.network->connections().size(), tried + 1);
   // If no server waits that was not tried a moment ago, it goes on trying.
   CHECK_EQ(rig.pool->set_addresses({"away", "also away"}), 1u);
   const size_t before = rig.network->connections().size();

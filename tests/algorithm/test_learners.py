@@ -374,6 +374,27 @@ def test_a_learner_that_does_not_come_is_named(monkeypatch):
         assert error.value.status == Exit.INTERNAL
 
 
+def test_a_learner_with_wrong_flags_ends_after_those_of_other_machines(monkeypatch):
+    """Its torchrun may keep the store, which they could not read afterwards."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    for name, value in environments(2, store.port)[0].items():
+        monkeypatch.setenv(name, value)
+    shared = learners._open_store(DEADLINE_S)
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        shared.set("process/1", "1 elsewhere")
+
+    monkeypatch.setattr(learners.time, "sleep", sleep)
+    learners.tell_flags_are_wrong()
+    assert shared.get("ended") == b"0"
+    # At least one look that did not find learner 1, and one that did.
+    assert len(waits) >= 3 and waits[-1] == learners.END_S
+
+
 def test_a_host_may_become_known_late(monkeypatch):
     answers = [socket.gaierror(socket.EAI_NONAME, "not known"), []]
 
