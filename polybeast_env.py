@@ -262,6 +262,8 @@ def setup_logging(flags: argparse.Namespace) -> None:
     for handler in logging.getLogger().handlers:
         if flags.with_parent:
             handler.setFormatter(ForParent())  # The parent counts repeated warnings.
+            # It knows which environments it has.
+            logging.getLogger("core.remote.stream").setLevel(logging.WARNING)
         else:
             handler.addFilter(repeats)
     logging.captureWarnings(True)

@@ -57,6 +57,15 @@ def make_never() -> Wrong:
     raise AssertionError
 
 
+class Telling(Catch):
+    """Catch that says with which seed its random numbers begin."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            os.write(2, f"begins with seed {seed}\n".encode())
+        return super().reset(seed=seed, options=options)
+
+
 def make_chatty() -> Wrong:
     """A megabyte to stdout, as from a C library, with every 50th step."""
     count = itertools.count()
