@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.title:
         figure.suptitle(args.title)
     out = args.out or args.folders[0] / "curve.png"
-    figure.savefig(out, dpi=120)
+    figure.savefig(out, dpi=120, bbox_inches="tight")
     plt.close(figure)
     print(f"Wrote {out}")
 
