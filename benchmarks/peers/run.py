@@ -122,11 +122,7 @@ def watch(command: list[str], read: Callable[[str], float | None]) -> dict[str, 
         if points:  # The clock starts with the first steps learned.
             end = points[0][0] + WARM_UP_S + MEASURE_S
     ended_early = child.poll() is not None
-    # Peers leave workers behind, which would slow down whoever is next.
-    for process in reversed(tree(child.pid)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    child.wait()
+    kill_tree(child)
     reader.join(timeout=10.0)
     folder.cleanup()
     warm_up_end = end - MEASURE_S
@@ -139,6 +135,14 @@ def watch(command: list[str], read: Callable[[str], float | None]) -> dict[str, 
         )
     sps, cores = slope(points), slope(cpu)
     return {"sps": sps, "cpu_us": 1e6 * cores / sps, "peak_mb": peak / 2**20}
+
+
+def kill_tree(child: subprocess.Popen) -> None:
+    """Kill a peer; it would leave workers behind, which slow down whoever is next."""
+    for process in reversed(tree(child.pid)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    child.wait()
 
 
 def slope(points: list[tuple[float, float]]) -> float:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train CleanRL's PPO until killed; print "seconds steps" lines.
 
-    python train_cleanrl.py FOLDER {pong,cartpole,minatar,halfcheetah}
+    python train_cleanrl.py FOLDER {pong,cartpole,minatar,halfcheetah} [SEED]
 
 FOLDER is a clone of CleanRL; the script that fits the work runs unchanged, in CleanRL's
 own environment; see README.md. It passes once over each batch, in one minibatch.
+
+With a seed the script keeps its own settings, and runs to its own end. Then each line
+also has the mean return of the last 100 games, as soon as there are so many.
 """
 
+import collections
 import runpy
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -29,14 +34,18 @@ class Report(SummaryWriter):
     """Writes what the script logs, and prints the steps once a batch is learned."""
 
     began = time.monotonic()
+    returns = collections.deque[float](maxlen=100)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         super().add_scalar(tag, value, step)
+        if tag == "charts/episodic_return":
+            self.returns.append(value.item())
         if tag == "charts/SPS":
-            print(time.monotonic() - self.began, step, flush=True)
+            mean = [statistics.fmean(self.returns)] if len(self.returns) == 100 else []
+            print(time.monotonic() - self.began, step, *mean, flush=True)
 
 
-def main(folder: str, work: str) -> None:
+def main(folder: str, work: str, seed: str | None = None) -> None:
     script, env_id = SCRIPTS[work]
     # The script's network is for vectors.
     gym.register(
@@ -46,10 +55,13 @@ def main(folder: str, work: str) -> None:
     sys.modules["torch.utils.tensorboard"].SummaryWriter = Report
     path = Path(folder, "cleanrl", script).resolve()
     sys.argv = [str(path), f"--env-id={env_id}", "--no-cuda"]
-    sys.argv += [f"--num-envs={WORKS[work].num_envs}"]
-    sys.argv += [f"--num-steps={WORKS[work].num_steps}"]
-    sys.argv += ["--update-epochs=1", "--num-minibatches=1"]
-    sys.argv += ["--total-timesteps=1000000000"]
+    if seed is not None:
+        sys.argv += [f"--seed={seed}"]
+    else:
+        sys.argv += [f"--num-envs={WORKS[work].num_envs}"]
+        sys.argv += [f"--num-steps={WORKS[work].num_steps}"]
+        sys.argv += ["--update-epochs=1", "--num-minibatches=1"]
+        sys.argv += ["--total-timesteps=1000000000"]
     runpy.run_path(str(path), run_name="__main__")
 
 

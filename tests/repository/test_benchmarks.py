@@ -4,6 +4,7 @@
 Nothing is timed here.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from benchmarks import ceilings, write_figures
 from benchmarks.peers import run as peers
+from benchmarks.peers import score as peers_score
 
 REPOSITORY = Path(__file__).parents[2]
 # A trainer that logs three rows and then fails.
@@ -77,6 +79,42 @@ def test_a_peer_that_ends_early_has_no_speed(status, monkeypatch):
     command = [sys.executable, "-c", script]
     with pytest.raises(RuntimeError, match=f"ended with {status}, with 4 reports"):
         peers.watch(command, peers.read_seconds_and_steps)
+
+
+def test_a_peer_that_reaches_the_score_is_stopped_there(tmp_path):
+    script = "import time\nprint(0.1, 100, flush=True)\n"  # No 100 games yet.
+    script += "for i in range(1, 9): print(i, 100 * i, -50 + 10.5 * i, flush=True)\n"
+
+    def measure(score: float, then: str = "") -> dict:
+        command = [sys.executable, "-c", script + then]
+        return peers_score.measure(
+            command, tmp_path, peers_score.follow_lines, score, limit_s=20.0
+        )
+
+    found = measure(-10.0, "time.sleep(600)")
+    assert found["seconds"] > 0
+    assert (found["steps"], found["best"]) == (400, -8.0)
+    assert measure(35.0) == {"seconds": None, "steps": None, "best": 34.0}
+    script = "pass"
+    with pytest.raises(RuntimeError, match="told no return of 100 games"):
+        measure(1.0)
+
+
+def test_our_programs_reach_a_score_after_a_hundred_games(tmp_path):
+    script = f"""
+import time
+from pathlib import Path
+path = Path({str(tmp_path)!r}, "logs.csv")
+rows = ["step,games,mean_episode_return", "0,0,", "10,99,5.0", "20,100,4.0"]
+for i, row in enumerate(rows):
+    path.write_text("\\n".join(rows[: i + 1]) + "\\n")
+    time.sleep(0.3)
+time.sleep(600)
+"""
+    follow = functools.partial(peers_score.follow_log, tmp_path)
+    command = [sys.executable, "-c", script]
+    found = peers_score.measure(command, tmp_path, follow, 4.0, limit_s=20.0)
+    assert (found["steps"], found["best"]) == (20, 4.0)
 
 
 def test_a_data_path_without_servers_says_how_many_streams_are_connected(tmp_path):
