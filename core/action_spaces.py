@@ -3,9 +3,9 @@
 
 Masks: observations are a Dict with the key `action_mask`, as in PettingZoo: True or 1
 for each value of the Discrete action that is allowed now, False or 0 for each value
-that is not. Where an action has several Discrete choices
-(MultiDiscrete, or a Dict or Tuple of such spaces), the mask has the entries of all
-choices one after another, in one array or in a Tuple of arrays.
+that is not. Where an action has several Discrete choices (MultiDiscrete, or a Dict or
+Tuple of such spaces), the mask has the entries of all choices one after another, in one
+array or in a Tuple of arrays.
 
 The mask is a part of the rollout row, so learner and actor apply the same mask.
 `core.algorithm.distributions.mask_logits` gives each action that is not allowed the

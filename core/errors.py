@@ -20,7 +20,7 @@ class Exit(enum.IntEnum):
     BUSY = 69  # Another process trains in the run's folder. A later try may succeed.
     INTERNAL = 70
     CHECKPOINT = 74  # A checkpoint could not be read or written, or the disk is full.
-    STOPPED = 75  # Stopped by a signal; the same command resumes the run.
+    STOPPED = 75  # Stopped by a signal; the log says whether the run can go on.
     CONFIG = 78  # Configurations, specs or versions do not match.
 
 

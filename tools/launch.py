@@ -4,14 +4,14 @@
 On Ctrl-C the terminal signals make, this process and the trainer alike; on SIGTERM
 make signals only this process. Either way the trainer now drains and writes a
 checkpoint, so wait for it. And make calls every status but 0 an error: turn the
-trainer's "stopped, and can go on" into one line and a 0.
+trainer's "stopped by a signal" into a 0.
 """
 
 import signal
 import subprocess
 import sys
 
-STOPPED_WITH_CHECKPOINT = 75
+STOPPED = 75  # core.errors.Exit: the trainer has said whether it can go on.
 
 
 def main() -> int:
@@ -32,8 +32,7 @@ def main() -> int:
         trainer.terminate()
 
     status = trainer.wait()
-    if status == STOPPED_WITH_CHECKPOINT:
-        print("Stopped with a checkpoint. The same command goes on from there.")
+    if status == STOPPED:
         return 0
     # Negative means killed by that signal; shells say that as 128 + signal.
     return status if status >= 0 else 128 - status

@@ -203,8 +203,8 @@ class Actors:
 
     Each actor has a clock in shared memory: the time (`time.monotonic`) at which the
     present call into its environment, or the present choice of actions, began, or 0
-    while it fills no buffer. An actor
-    whose call takes longer than --env_step_timeout_s is killed.
+    while it fills no buffer. An actor whose call takes longer than --env_step_timeout_s
+    is killed.
 
     The main thread calls `start`, `poll` and `close` (Linux ends a child process
     together with the thread that started it). Learner threads call `take` and

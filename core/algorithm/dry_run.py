@@ -43,8 +43,8 @@ def dry_run(
 
     Raises:
       ConfigError: outputs or recurrent state have another structure, shape or dtype, or
-        `net` writes to its inputs.
-        The message names what was expected and what was returned.
+        `net` writes to its inputs. The message names what was expected and what was
+        returned.
     """
     if not isinstance(getattr(net, "distribution", None), ActionDistribution):
         needed = "self.distribution = ActionDistribution(action_space)"

@@ -287,8 +287,8 @@ def check_servers(parser: argparse.ArgumentParser, flags: argparse.Namespace) ->
         )
     if flags.max_streams is not None:
         parser.error(
-            f"--max_streams is {flags.max_streams} but is for --server_addresses. For "
-            "the servers that this program starts, use --num_servers."
+            f"--max_streams is {flags.max_streams} but is for --server_addresses and "
+            "--listen. For the servers that this program starts, use --num_servers."
         )
     set_num_servers(parser, flags)
     B, K = new_rollouts(flags), flags.envs_per_stream

@@ -33,7 +33,7 @@ class PacedEnv(CountingEnv):
 
 
 class HangingEnv(PacedEnv):
-    """Hangs when `order_hang` says so; says when on standard output."""
+    """Hangs when its `order_file` says so; says when on standard output."""
 
     def __init__(self) -> None:
         super().__init__()
