@@ -11,19 +11,12 @@ from pathlib import Path
 import pytest
 
 from core.running import logs
+from core.running.columns import FIELDS
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0  # Of every wait for another thread or process.
 
-COLUMNS = (
-    "step,frames,time_s,sps,mean_episode_return,mean_episode_step,games,"
-    "best_mean_return,mean_life_return,total_loss,pg_loss,baseline_loss,entropy_loss,"
-    "entropy,mean_rho,return_mean,return_std,grad_norm,learning_rate,updates,skipped_updates,policy_lag_mean,"
-    "policy_lag_max,stale_rollouts,buffers_full,learner_busy,inference_busy,env_busy,gpu_utilization,"
-    "actor_restarts,rollouts_discarded,"
-    "streams,server_restarts,reconnects,steps_discarded,learner_queue,inference_batch,"
-    "env_step_p50_ms,env_step_p99_ms,rss_mb"
-).split(",")
+COLUMNS = [field.name for field in FIELDS]
 
 
 @pytest.fixture(autouse=True)

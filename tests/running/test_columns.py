@@ -5,11 +5,6 @@ from core.running import logs
 from tests.running.conftest import COLUMNS, read_rows
 
 
-def test_header_is_the_documented_one(tmp_path):
-    logs.RunLog(tmp_path).close()
-    assert (tmp_path / "logs.csv").read_text() == ",".join(COLUMNS) + "\n"
-
-
 def test_info_keys_are_the_last_columns(tmp_path):
     logs.RunLog(tmp_path, info_keys=("lives", "x y")).close()
     header = (tmp_path / "logs.csv").read_text().rstrip("\n").split(",")
