@@ -769,16 +769,6 @@ def test_a_stranger_s_checkpoint_runs_nothing_and_harms_nothing(
     }
 
 
-def test_init_from_is_for_training(tmp_path, capsys):
-    flags = ["--savedir", str(tmp_path), "--xpid", "x"]
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "meta.json").write_text('{"flags": {}, "starts": []}')
-    with pytest.raises(SystemExit):
-        monobeast.parse_flags([*flags, "--mode", "test", "--init_from", "y"])
-    text = " ".join(capsys.readouterr().err.split())
-    assert re.search("--init_from is y but --mode is test", text)
-
-
 def test_the_environments_options_are_told_and_what_has_changed_of_them(caplog):
     caplog.set_level("INFO")
     run.log_options({"noop_max": 3, "sticky_actions": 0.25}, {})

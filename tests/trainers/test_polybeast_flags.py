@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PolyBeast's command line: names, meanings, defaults, and what is refused and how.
+"""PolyBeast's command line: servers, their numbers and addresses, threads and devices.
 
-What both trainers declare with core/running/common_flags.py is in test_flags.py.
+What both programs' command lines have in common is in test_flags.py.
 """
 
 import argparse
@@ -22,16 +22,7 @@ from core.errors import Exit
 from core.remote import server_flags
 from core.running import common_flags, evaluation, folder
 from core.running.machine import num_cores
-
-
-def refusal(argv, capsys):
-    """Return what is said of a bad command line, which must exit with status 2."""
-    with pytest.raises(SystemExit) as caught:
-        polybeast.parse_flags(argv)
-    assert caught.value.code == Exit.USAGE
-    out, err = capsys.readouterr()
-    assert out == ""
-    return err.splitlines()[-1]
+from tests.trainers.command_line import parse_test, refusal, train
 
 
 def parse(text=""):
@@ -39,49 +30,6 @@ def parse(text=""):
 
 
 # ---------------------------------------------------------------------- what is there
-
-# Each flag of TorchBeast's PolyBeast (2019), a value for it, and what that means.
-# Left out is --num_actions, which the servers say.
-TORCHBEAST = [
-    (
-        "--pipes_basename",
-        "unix:/tmp/polybeast",
-        "pipes_basename",
-        "unix:/tmp/polybeast",
-    ),
-    ("--mode", "train", "mode", "train"),
-    ("--xpid", "my-run", "xpid", "my-run"),
-    ("--env", "BreakoutNoFrameskip-v4", "env", "BreakoutNoFrameskip-v4"),
-    ("--disable_checkpoint", None, "disable_checkpoint", True),
-    ("--savedir", "/tmp/runs", "savedir", "/tmp/runs"),
-    ("--num_actors", "7", "num_actors", 7),
-    ("--num_servers", "5", "num_servers", 5),
-    ("--total_steps", "30000000", "total_steps", 30_000_000),
-    ("--batch_size", "56", "batch_size", 56),
-    ("--unroll_length", "80", "unroll_length", 80),
-    ("--num_learner_threads", "3", "num_learner_threads", 3),
-    ("--num_inference_threads", "3", "num_inference_threads", 3),
-    ("--disable_cuda", None, "disable_cuda", True),
-    ("--use_lstm", None, "use_lstm", True),
-    ("--max_learner_queue_size", "48", "max_learner_queue_size", 48),
-    ("--entropy_cost", "0.0006", "entropy_cost", 0.0006),
-    ("--baseline_cost", "0.25", "baseline_cost", 0.25),
-    ("--discounting", "0.9", "discounting", 0.9),
-    ("--reward_clipping", "none", "reward_clipping", "none"),
-    ("--reward_clipping", "abs_one", "reward_clipping", "abs_one"),
-    ("--learning_rate", "0.00048", "learning_rate", 0.00048),
-    ("--alpha", "0.95", "alpha", 0.95),
-    ("--momentum", "0.5", "momentum", 0.5),
-    ("--epsilon", "0.1", "epsilon", 0.1),
-    ("--grad_norm_clipping", "10", "grad_norm_clipping", 10.0),
-    ("--write_profiler_trace", None, "write_profiler_trace", True),
-]
-
-
-@pytest.mark.parametrize("flag, text, name, value", TORCHBEAST)
-def test_every_flag_of_torchbeast_has_its_meaning(flag, text, name, value):
-    flags = polybeast.parse_flags([flag] if text is None else [flag, text])
-    assert getattr(flags, name) == value
 
 
 def test_the_command_of_torchbeasts_readme_parses():
@@ -94,25 +42,12 @@ def test_the_command_of_torchbeasts_readme_parses():
     assert flags.num_servers == 32
 
 
-def test_both_programs_have_the_same_defaults():
-    """Those of the paper for Atari: tests/running/test_flags.py."""
-    ours, theirs = (
-        vars(module.parse_flags(["--xpid", "x"])) for module in (polybeast, monobeast)
-    )
-    both = ours.keys() & theirs.keys() - {"num_actors"}  # Environments, or processes.
-    assert len(both) > 40
-    assert {name: ours[name] for name in both} == {name: theirs[name] for name in both}
-
-
 def test_defaults_that_depend_on_others_are_filled_in():
     flags = parse("--batch_size 24 --disable_cuda")
     assert flags.num_servers == num_cores()
     assert (flags.envs_per_stream, flags.streams_per_server) == (8, 2)
     assert flags.num_actors == 16 * num_cores()
-    assert flags.num_learner_threads == 2
     assert flags.max_learner_queue_size == 24
-    assert re.fullmatch(r"torchbeast-\d{8}-\d{6}", flags.xpid)
-    assert not flags.savedir.startswith("~")
 
 
 @pytest.mark.parametrize(
@@ -144,22 +79,6 @@ def test_a_gpu_that_acts_has_one_thread_and_three_streams_of_each_server(monkeyp
     assert parse("--streams_per_server 2").streams_per_server == 2
 
 
-def test_help_names_every_flag_and_no_default_that_says_nothing(capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse("--help")
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    for name in vars(parse()):
-        assert f"--{name}" in text, name
-    for default in ("None", "False", "()"):
-        assert f"(default: {default})" not in text
-
-
-def test_every_flag_has_a_help_text():
-    for action in polybeast.make_parser()._actions:
-        assert action.help, action.option_strings
-
-
 def test_the_learner_and_its_servers_have_the_same_defaults():
     """Or the help of one of them, and `streams x environments`, would be wrong."""
     ours, theirs = parse(), polybeast_env.parse_flags([])
@@ -185,6 +104,10 @@ def test_the_learners_servers_get_its_flags():
     theirs = servers_flags(flags)
     for action in server_flags.passed_on():
         assert getattr(theirs, action.dest) == getattr(flags, action.dest), action.dest
+
+
+def test_an_environment_that_is_not_installed_is_left_to_its_server():
+    assert parse("--env nonesuch:Nonesuch-v5").env == "nonesuch:Nonesuch-v5"
 
 
 @pytest.fixture
@@ -219,7 +142,7 @@ def test_an_environment_flag_of_a_fork_belongs_to_the_servers_that_have_the_envi
     forked, capsys
 ):
     argv = "--server_addresses localhost:1 --level 5"
-    message = refusal(argv.split(), capsys)
+    message = refusal(polybeast, argv.split(), capsys)
     assert "--level is 5 but" in message and "python -m polybeast_env" in message
 
 
@@ -240,9 +163,10 @@ def test_testing_takes_over_the_environment_flags_of_a_fork(forked, tmp_path, tr
     assert trainer.parse_flags(argv).level == 1
 
 
-def test_testing_takes_over_the_level_that_the_servers_told(forked, trained, tmp_path):
-    trained("--xpid a --server_addresses localhost:1", "Catch", level=5)
-    assert parse_test(tmp_path).level == 5
+def test_testing_takes_over_the_level_that_the_servers_told(forked, tmp_path):
+    argv = "--xpid a --server_addresses localhost:1"
+    train(polybeast, tmp_path, argv, "Catch", level=5)
+    assert parse_test(polybeast, tmp_path).level == 5
 
 
 # ------------------------------------------------------------------ numbers of servers
@@ -370,7 +294,7 @@ def test_addresses_are_a_comma_list_with_ranges(text, expected):
 def test_addresses_that_are_none_are_named(text, said, capsys):
     with pytest.raises(argparse.ArgumentTypeError, match=re.escape(said)):
         server_flags.addresses(text)
-    message = refusal([f"--server_addresses={text}"], capsys)
+    message = refusal(polybeast, [f"--server_addresses={text}"], capsys)
     assert "--server_addresses" in message and said in message
 
 
@@ -403,7 +327,7 @@ def test_this_machines_lists_need_no_protection():
 )
 def test_servers_elsewhere_are_protected_or_known_not_to_be(address, capsys):
     argv = f"--server_addresses {address}"
-    message = refusal(argv.split(), capsys)
+    message = refusal(polybeast, argv.split(), capsys)
     for way_out in ("--tls_dir", "python -m tools.certs", "--insecure"):
         assert way_out in message
     assert parse(f"{argv} --insecure").insecure
@@ -430,7 +354,8 @@ def test_the_learner_has_timeouts_of_its_own():
     ],
 )
 def test_what_remote_servers_decide_is_refused_here(flag, capsys):
-    message = refusal(f"--server_addresses localhost:1 {flag}".split(), capsys)
+    argv = f"--server_addresses localhost:1 {flag}"
+    message = refusal(polybeast, argv.split(), capsys)
     name = flag.split()[0].replace("no-", "")
     for part in (name, "--server_addresses", "python -m polybeast_env"):
         assert part in message
@@ -477,211 +402,21 @@ def test_a_device_that_is_not_there_is_refused(
     monkeypatch, num_gpus, argv, parts, capsys
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    message = refusal(argv.split(), capsys)
+    message = refusal(polybeast, argv.split(), capsys)
     for part in parts:
         assert part in message
-
-
-# -------------------------------------------------------------------- what is refused
-
-WHOLE = ["0", "-3", "2.5", "many", ""]
-BAD_VALUES = [
-    *[
-        (flag, value, "expected a whole number >= 1")
-        for flag in (
-            "--num_actors",
-            "--num_servers",
-            "--envs_per_stream",
-            "--streams_per_server",
-            "--num_inference_threads",
-            "--num_learner_threads",
-            "--learner_cores",
-            "--max_learner_queue_size",
-            "--total_steps",
-            "--batch_size",
-            "--unroll_length",
-        )
-        for value in WHOLE
-    ],
-    *[
-        ("--env_step_timeout_s", v, "expected a number >= 1")
-        for v in ("0", "-5", "inf")
-    ],
-    ("--mode", "play", "test_render"),
-    ("--reward_clipping", "soft_asymmetric", "abs_one"),
-    ("--model", "resnet", "shallow"),
-    ("--precision", "half", "bfloat16"),
-    ("--atari_protocol", "dopamine", "machado"),
-]
-
-
-@pytest.mark.parametrize("flag, value, remedy", BAD_VALUES)
-def test_a_bad_value_is_refused_with_flag_value_and_remedy(flag, value, remedy, capsys):
-    message = refusal([f"{flag}={value}"], capsys)
-    for part in (flag, repr(value), remedy):
-        assert part in message
-
-
-BAD_COMBINATIONS = [
-    (
-        "--max_learner_queue_size 16",
-        ["--max_learner_queue_size is 16", "at least --batch_size (32 new rollouts)"],
-    ),
-    (
-        "--batch_size 12 --envs_per_stream 8",
-        ["--batch_size is 12", "--envs_per_stream (8)", "Try --envs_per_stream 6."],
-    ),
-    (
-        "--batch_size 5 --envs_per_stream 7",
-        ["--batch_size is 5", "--envs_per_stream (7)", "Try --envs_per_stream 5."],
-    ),
-    (
-        "--replay_ratio 3 --batch_size 16 --envs_per_stream 8",
-        ["new rollouts in a batch is 4 (--batch_size 16", "Try --envs_per_stream 4."],
-    ),
-    (
-        "--replay_ratio 2 --batch_size 32",
-        ["--replay_ratio is 2", "--batch_size is 32", "Try --batch_size 36."],
-    ),
-    (
-        "--replay_ratio 1 --replay_capacity 31",
-        ["--replay_capacity is 31", "--batch_size (32)", "Try --replay_capacity 320."],
-    ),
-    (
-        "--num_actors 7 --num_servers 2",
-        [
-            "--num_actors is 7",
-            "--num_servers (2)",
-            "--streams_per_server (2)",
-            "--envs_per_stream (8) is 32",
-            "Leave --num_actors out.",
-        ],
-    ),
-    (
-        "--num_actors 7 --envs_per_stream 2",
-        ["--num_actors is 7", "is 4"],
-    ),
-    ("--pipes_basename /tmp/a", ["--pipes_basename is /tmp/a", "unix:/path"]),
-    ("--pipes_basename unix:/a%41", ["--pipes_basename: expected a path without %"]),
-    (
-        "--pipes_basename 127.0.0.1:5",
-        ["--pipes_basename is 127.0.0.1:5", "--server_addresses"],
-    ),
-    (
-        "--max_streams 3",
-        ["--max_streams is 3", "--server_addresses", "--num_servers"],
-    ),
-    (
-        "--total_steps 639 --batch_size 32 --unroll_length 20",
-        ["--total_steps is 639", "640", "Raise --total_steps."],
-    ),
-    (
-        "--env Catch --sticky_actions 0.0",
-        ["--sticky_actions is 0.0", "Catch", "Leave --sticky_actions out."],
-    ),
-    ("--video", ["--video is set", "--mode is train", "Add --mode test"]),
-    ("--greedy", ["--greedy is set", "--mode is train", "Add --mode test"]),
-    ("--xpid a/b", ["--xpid is 'a/b'", "--savedir"]),
-    ("--info_keys game_return", ["--info_keys", "'game_return'", "Leave it out"]),
-    (
-        "--tls_dir certs",
-        ["--tls_dir is certs", "all addresses are unix sockets", "Leave it out."],
-    ),
-    (
-        "--tls_dir certs --server_addresses unix:/a,unix:/b",
-        ["--tls_dir is certs", "all addresses are unix sockets", "Leave it out."],
-    ),
-    (
-        "--tls_dir certs --insecure --server_addresses host:1",
-        ["--tls_dir is certs", "--insecure", "Leave one out."],
-    ),
-    ("--insecure", ["--insecure is set", "starts its own servers. Leave it out."]),
-    (
-        "--replay_ratio 1 --batch_size 32 --unroll_length 20 --total_steps 319",
-        ["--total_steps is 319", "(16 new ones)", "320"],
-    ),
-    ("--num_actions 6", ["no flag --num_actions. Did you mean --num_actors?"]),
-    ("--num_buffers 60", ["--num_buffers is for MonoBeast", "only"]),
-    ("--serial", ["--serial is for MonoBeast (python -m monobeast) only"]),
-    ("Pong", ["'Pong' is not a flag"]),
-]
-
-
-@pytest.mark.parametrize(
-    "argv, parts", BAD_COMBINATIONS, ids=[argv for argv, _ in BAD_COMBINATIONS]
-)
-def test_a_bad_combination_is_refused_with_values_and_remedy(argv, parts, capsys):
-    message = refusal(argv.split(), capsys)
-    for part in parts:
-        assert part in message
-
-
-@pytest.mark.parametrize(
-    "argv", [argv for argv, parts in BAD_COMBINATIONS if "Try --" in parts[-1]]
-)
-def test_taking_the_advice_helps(argv, capsys):
-    advice = re.search(r"Try (--\S+ \d+)\.", refusal(argv.split(), capsys)).group(1)
-    parse(f"{argv} {advice}")
-
-
-@pytest.mark.parametrize("env", ["PongNoFrameskip-v4", "ALE/Pong-v5"])
-def test_atari_flags_go_with_every_kind_of_atari(env):
-    assert parse(f"--env {env} --sticky_actions 0.25").sticky_actions == 0.25
-
-
-def test_an_environment_that_is_not_installed_is_left_to_its_server():
-    assert parse("--env nonesuch:Nonesuch-v5").env == "nonesuch:Nonesuch-v5"
 
 
 # -------------------------------------------------------------------------- test mode
 
 
-@pytest.fixture
-def trained(tmp_path):
-    """Return a function that trains, as far as the flags are concerned."""
-
-    def train(argv, env=None, **env_options):
-        flags = polybeast.parse_flags([*argv.split(), "--savedir", str(tmp_path)])
-        if env is not None:  # The servers have said so.
-            flags.env = env
-        run_dir = folder.prepare_run_dir(tmp_path, flags.xpid)
-        folder.write_meta(
-            run_dir, flags=vars(flags), extra={"env_options": env_options}
-        )
-        folder.link_latest(run_dir)
-
-    return train
-
-
-def parse_test(savedir, argv=""):
-    return polybeast.parse_flags(
-        ["--mode", "test", "--savedir", str(savedir), *argv.split()]
-    )
-
-
-def test_testing_takes_over_what_the_network_and_environment_depend_on(
-    trained, tmp_path
-):
-    trained(
-        "--xpid a --env BreakoutNoFrameskip-v4 --model deep --use_lstm "
-        "--reward_clipping none --sticky_actions 0.25 --no-episodic_life --noop_max 3"
-    )
-    flags = parse_test(tmp_path, "--xpid a")
-    assert flags.env == "BreakoutNoFrameskip-v4"
-    assert (flags.model, flags.use_lstm) == ("deep", True)
-    assert flags.reward_clipping == "none"
-    assert (flags.sticky_actions, flags.noop_max) == (0.25, 3)
-    assert flags.episodic_life is False
-    assert flags.frame_skip is None
-
-
-def test_testing_plays_by_the_protocol_that_the_servers_told(
-    trained, tmp_path, monkeypatch
-):
+def test_testing_plays_by_the_protocol_that_the_servers_told(tmp_path, monkeypatch):
     served = polybeast_env.parse_flags(
         "--env PongNoFrameskip-v4 --atari_protocol machado --frame_skip 5".split()
     )
-    trained(
+    train(
+        polybeast,
+        tmp_path,
         "--xpid a --server_addresses localhost:1",
         served.env,
         **polybeast_env.env_options(served),
@@ -711,31 +446,15 @@ def test_testing_plays_by_the_protocol_that_the_servers_told(
         ("--server_addresses host:1 --tls_dir certs --batch_size 5", "Catch"),
     ],
 )
-def test_any_run_that_was_trained_can_be_tested(trained, tmp_path, argv, env):
-    trained(f"--xpid a {argv}", env)
-    assert parse_test(tmp_path).env == "Catch"
+def test_any_run_that_was_trained_can_be_tested(tmp_path, argv, env):
+    train(polybeast, tmp_path, f"--xpid a {argv}", env)
+    assert parse_test(polybeast, tmp_path).env == "Catch"
 
 
 @pytest.mark.parametrize(
     "servers", ["--server_addresses localhost:1", "--listen :4431"]
 )
-def test_a_run_with_other_servers_is_tested_with_its_own_flags(
-    trained, tmp_path, servers
-):
-    trained(f"--xpid a {servers}", "PongNoFrameskip-v4", atari_protocol="machado")
-    assert parse_test(tmp_path, servers).atari_protocol == "machado"
-
-
-def test_testing_without_a_run_is_refused_with_the_remedy(tmp_path, capsys):
-    message = refusal(["--mode", "test", "--savedir", str(tmp_path / "none")], capsys)
-    for part in ("--mode is test", str(tmp_path / "none"), "--xpid", "--savedir"):
-        assert part in message
-
-
-def test_flags_of_the_other_program_are_known_as_such():
-    mono, poly = (
-        {action.dest for action in program.make_parser()._actions}
-        for program in (monobeast, polybeast)
-    )
-    told = [set(flags) for flags in flag_types.ONLY_IN.values()]
-    assert told == [mono - poly, poly - mono]
+def test_a_run_with_other_servers_is_tested_with_its_own_flags(tmp_path, servers):
+    env, told = "PongNoFrameskip-v4", {"atari_protocol": "machado"}
+    train(polybeast, tmp_path, f"--xpid a {servers}", env, **told)
+    assert parse_test(polybeast, tmp_path, servers).atari_protocol == "machado"

@@ -1004,12 +1004,6 @@ def test_test_mode_without_a_checkpoint_says_so(start, trained):
     assert "Traceback" not in program.text()
 
 
-def test_test_mode_of_an_unknown_run_says_what_to_name(start):
-    program = start("--mode", "test", "--xpid", "nowhere")
-    assert program.wait() == 2, program.text()
-    assert "nowhere holds no run" in program.text() and "--xpid" in program.text()
-
-
 def slow_learner_env():
     """Catch in a process whose first update takes longer than --stall_timeout_s."""
 
