@@ -9,7 +9,6 @@
 #include "batching_queue.h"
 #include "dynamic_batcher.h"
 #include "pool_run.h"
-#include "rollout_spec.h"
 
 namespace torchbeast {
 namespace {
@@ -29,6 +28,18 @@ constexpr std::array<std::string_view, 11> kStateNames = {
 };
 static_assert(static_cast<size_t>(StreamState::kStopped) + 1 ==
               kStateNames.size());
+
+// Every leaf must be [.., 1, ...].
+void check_initial_state(const Nest& initial_agent_state) {
+  for (size_t i = 0; i < initial_agent_state.leaves.size(); ++i) {
+    const Array& leaf = initial_agent_state.leaves[i];
+    if (leaf.shape.size() >= 2 && leaf.shape[1] == 1) continue;
+    throw std::invalid_argument(
+        "initial_agent_state" + leaf_path(*initial_agent_state.structure, i) +
+        " is " + leaf.describe() +
+        ", expected the state of one environment: size 1 along axis 1");
+  }
+}
 
 PoolOptions checked(PoolOptions options) {
   const auto require = [](bool condition, const std::string& text) {

@@ -7,9 +7,11 @@
 #include <random>
 #include <utility>
 
+#include "agent_spec.h"
+#include "env_spec.h"
 #include "errors.h"
 #include "pool_run.h"
-#include "rollout_spec.h"
+#include "same_env.h"
 #include "text.h"
 
 namespace torchbeast {

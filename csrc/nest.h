@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -46,6 +47,14 @@ std::string describe(const Structure& structure);  // "({a: *, b: *}, *)"
 // The path of leaf number `leaf` as Python writes it: "[0]['frame']". For
 // messages. Empty if the structure is a single leaf.
 std::string leaf_path(const Structure& structure, size_t leaf);
+
+// A child of a dict, and the index of its first leaf in the dict.
+struct Child {
+  Structure::Ptr structure;
+  size_t first_leaf = 0;
+};
+// If the dict has no such key, the child's `structure` is null.
+Child find_child(const Structure& dict, std::string_view key);
 
 // A structure and its leaves. The order of the leaves is depth first, and the
 // keys of a dict are sorted.
@@ -144,6 +153,15 @@ inline std::string leaf_path(const Structure& structure, size_t leaf) {
     leaf -= child.num_leaves;
   }
   return "";
+}
+
+inline Child find_child(const Structure& dict, std::string_view key) {
+  size_t first_leaf = 0;
+  for (size_t i = 0; i < dict.children.size(); ++i) {
+    if (dict.keys[i] == key) return {dict.children[i], first_leaf};
+    first_leaf += dict.children[i]->num_leaves;
+  }
+  return {};
 }
 
 }  // namespace torchbeast

@@ -17,9 +17,10 @@
 
 #include "actor_pool.h"
 #include "actor_stream.h"
+#include "agent_spec.h"
 #include "buffer_pool.h"
 #include "clock.h"
-#include "rollout_spec.h"
+#include "env_spec.h"
 #include "slabs.h"
 #include "transport.h"
 

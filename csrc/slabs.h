@@ -9,9 +9,10 @@
 #include <mutex>
 #include <vector>
 
+#include "agent_spec.h"
 #include "array.h"
 #include "buffer_pool.h"
-#include "rollout_spec.h"
+#include "env_spec.h"
 #include "transport.h"
 #include "wire.h"
 

@@ -28,7 +28,6 @@
 #include "actor_pool.h"
 #include "fake_servers.h"
 #include "fuzz.h"
-#include "rollout_spec.h"
 #include "text.h"
 #include "wire.h"
 

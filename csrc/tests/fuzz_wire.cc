@@ -12,10 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "env_spec.h"
 #include "errors.h"
 #include "fake_servers.h"
 #include "fuzz.h"
-#include "rollout_spec.h"
+#include "same_env.h"
 #include "text.h"
 #include "wire.h"
 

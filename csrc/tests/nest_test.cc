@@ -74,6 +74,15 @@ TEST(leaves_are_named_by_their_path) {
   CHECK_EQ(leaf_path(*Structure::leaf(), 0), "");
 }
 
+TEST(children_of_a_dict_are_found_with_their_first_leaf) {
+  const auto leaf = Structure::leaf();
+  const auto dict = Structure::dict({{"a", example()}, {"b", leaf}});
+  const Child child = find_child(*dict, "b");
+  CHECK(child.structure == leaf);
+  CHECK_EQ(child.first_leaf, 4u);
+  CHECK(find_child(*dict, "c").structure == nullptr);
+}
+
 TEST(structures_are_equal_by_kind_keys_and_nesting) {
   const auto leaf = Structure::leaf();
   CHECK(equal(*example(), *example()));

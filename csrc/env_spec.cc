@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "rollout_spec.h"
+#include "env_spec.h"
 
 #include <algorithm>
 #include <array>
@@ -45,27 +45,6 @@ constexpr size_t kTextBytes = size_t{128} << 10;
 std::string printable_text(const Structure& structure) {
   constexpr size_t kMaxBytes = 1000;
   return printable(describe(structure), kMaxBytes);
-}
-
-int64_t product(const Shape& shape, size_t from) {
-  int64_t result = 1;
-  for (size_t i = from; i < shape.size(); ++i) result *= shape[i];
-  return result;
-}
-
-// A child of a dict, and the index of its first leaf.
-struct Child {
-  Structure::Ptr structure;
-  size_t first_leaf = 0;
-};
-
-Child find_child(const Structure& dict, std::string_view key) {
-  size_t first_leaf = 0;
-  for (size_t i = 0; i < dict.children.size(); ++i) {
-    if (dict.keys[i] == key) return {dict.children[i], first_leaf};
-    first_leaf += dict.children[i]->num_leaves;
-  }
-  return {};
 }
 
 void check_scalar(const wire::Welcome& welcome, const wire::Layout& layout,
@@ -173,7 +152,7 @@ void set_state(const SpecOptions& options, BufferPool& buffers, EnvSpec& spec) {
   for (const Array& array : options.initial_agent_state.leaves) {
     const StateLeaf leaf{
         array.dtype, array.shape, static_cast<size_t>(array.shape[0]),
-        static_cast<size_t>(product(array.shape, 2)) * itemsize(array.dtype)};
+        num_bytes(array.dtype, {array.shape.begin() + 2, array.shape.end()})};
     spec.initial_state.push_back(tile(leaf, array, spec.num_envs, buffers));
     spec.state_leaves.push_back(leaf);
   }
@@ -237,152 +216,6 @@ void set_mask(const wire::Welcome& welcome, const wire::Layout& layout,
   spec.mask = std::move(result);
 }
 
-// The first difference between two lists of arrays; empty if there is none.
-std::string difference(const std::string& what,
-                       const std::vector<wire::ArraySpec>& expected,
-                       const std::vector<wire::ArraySpec>& got) {
-  for (size_t i = 0; i < std::max(expected.size(), got.size()); ++i) {
-    if (i < expected.size() && i < got.size() && expected[i] == got[i]) {
-      continue;
-    }
-    return what + " " + std::to_string(i) + " is " +
-           (i < got.size() ? wire::describe(got[i]) : "missing") +
-           ", expected " +
-           (i < expected.size() ? wire::describe(expected[i]) : "none");
-  }
-  return "";
-}
-
-// The first difference between the options of two servers' environments; empty
-// if there is none.
-std::string difference(const std::map<std::string, std::string>& expected,
-                       const std::map<std::string, std::string>& got) {
-  auto a = expected.begin();
-  auto b = got.begin();
-  while (a != expected.end() && b != got.end() && *a == *b) {
-    ++a;
-    ++b;
-  }
-  if (a == expected.end() && b == got.end()) return "";
-  const bool only_got =
-      a == expected.end() || (b != got.end() && b->first < a->first);
-  const bool only_expected =
-      b == got.end() || (a != expected.end() && a->first < b->first);
-  return "option '" + (only_got ? b : a)->first + "' of the environment is " +
-         (only_expected ? "missing" : wire::describe_value(b->second)) +
-         ", expected " + (only_got ? "none" : wire::describe_value(a->second)) +
-         "; start all servers with the same flags";
-}
-
-// Checks that the answer is (outputs, state), and checks the state. Returns the
-// structure of the outputs.
-const Structure& outputs_of(const EnvSpec& env, const Nest& answer) {
-  const Structure& top = *answer.structure;
-  if ((top.kind != Structure::Kind::kTuple &&
-       top.kind != Structure::Kind::kList) ||
-      top.children.size() != 2) {
-    throw ActorError("The inference answered with " + describe(top) +
-                     ", expected a tuple of two: (agent outputs, agent state)");
-  }
-  const Structure& state = *top.children[1];
-  if (state.num_leaves != env.state_leaves.size()) {
-    throw ActorError(
-        "The inference answered with an agent state of " +
-        std::to_string(state.num_leaves) + " arrays " + describe(state) +
-        ", expected " + std::to_string(env.state_leaves.size()) +
-        " as in the initial state " + describe(*env.state_structure));
-  }
-  for (size_t i = 0; i < env.state_leaves.size(); ++i) {
-    const StateLeaf& leaf = env.state_leaves[i];
-    const Array& got = answer.leaves[top.children[0]->num_leaves + i];
-    const Shape expected = leaf.with_columns(env.num_envs);
-    if (got.dtype == leaf.dtype && got.shape == expected) continue;
-    throw ActorError("The inference answered with agent state" +
-                     leaf_path(state, i) + " " + got.describe() +
-                     " for one stream, expected " +
-                     describe(leaf.dtype, expected));
-  }
-  return *top.children[0];
-}
-
-// The index of the action's first leaf in the outputs, and its structure.
-std::pair<size_t, Structure::Ptr> action_of(const Structure::Ptr& outputs) {
-  switch (outputs->kind) {
-    case Structure::Kind::kLeaf:
-      return {0, outputs};
-    case Structure::Kind::kDict: {
-      const Child child = find_child(*outputs, "action");
-      if (child.structure) return {child.first_leaf, child.structure};
-      break;
-    }
-    default:
-      if (!outputs->children.empty()) return {0, outputs->children[0]};
-  }
-  throw ActorError("The agent's outputs " + describe(*outputs) +
-                   " hold no action; expected a dict with the key 'action', "
-                   "or a tuple that begins with the action");
-}
-
-// If `dtype` is an integer type, calls `fn` with a zero of this type. Returns
-// whether it is one.
-template <typename Fn>
-bool with_integer(DType dtype, const Fn& fn) {
-  switch (dtype) {
-    case DType::kUInt8:
-      return fn(uint8_t{}), true;
-    case DType::kInt8:
-      return fn(int8_t{}), true;
-    case DType::kUInt16:
-      return fn(uint16_t{}), true;
-    case DType::kInt16:
-      return fn(int16_t{}), true;
-    case DType::kUInt32:
-      return fn(uint32_t{}), true;
-    case DType::kInt32:
-      return fn(int32_t{}), true;
-    case DType::kUInt64:
-      return fn(uint64_t{}), true;
-    case DType::kInt64:
-      return fn(int64_t{}), true;
-    default:
-      return false;
-  }
-}
-
-bool is_integer(DType dtype) {
-  return with_integer(dtype, [](auto) {});
-}
-
-// Returns the elements of `array`, which are integers, as `dtype`.
-std::string converted_to(DType dtype, const Array& array) {
-  std::string bytes(array.num_elements() * itemsize(dtype), '\0');
-  with_integer(array.dtype, [&](auto from) {
-    with_integer(dtype, [&](auto to) {
-      for (int64_t i = 0; i < array.num_elements(); ++i) {
-        std::memcpy(&from, array.data + i * sizeof(from), sizeof(from));
-        if (!std::in_range<decltype(to)>(from)) {
-          throw ActorError("The agent's action " + std::to_string(from) +
-                           " is out of the range of " +
-                           std::string(name(dtype)) +
-                           ", which the environment expects");
-        }
-        to = static_cast<decltype(to)>(from);
-        std::memcpy(bytes.data() + i * sizeof(to), &to, sizeof(to));
-      }
-    });
-  });
-  return bytes;
-}
-
-std::string describe_actions(const EnvSpec& env) {
-  std::string text;
-  for (const size_t array : env.actions.arrays) {
-    const wire::ArraySpec& spec = env.welcome.action_arrays[array];
-    text += (text.empty() ? "" : ", ") + wire::describe(spec);
-  }
-  return text;
-}
-
 }  // namespace
 
 Shape RowLeaf::with_rows(int64_t rows, int64_t columns) const {
@@ -403,17 +236,6 @@ void StateLeaf::copy(size_t columns, const char* from, size_t from_width,
   for (size_t i = 0; i < outer; ++i) {
     std::memcpy(to + i * to_width * inner, from + i * from_width * inner,
                 columns * inner);
-  }
-}
-
-void check_initial_state(const Nest& initial_agent_state) {
-  for (size_t i = 0; i < initial_agent_state.leaves.size(); ++i) {
-    const Array& leaf = initial_agent_state.leaves[i];
-    if (leaf.shape.size() >= 2 && leaf.shape[1] == 1) continue;
-    throw std::invalid_argument(
-        "initial_agent_state" + leaf_path(*initial_agent_state.structure, i) +
-        " is " + leaf.describe() +
-        ", expected the state of one environment: size 1 along axis 1");
   }
 }
 
@@ -486,119 +308,6 @@ void check_values(const EnvSpec& spec, const Segments& message,
   }
   if (spec.mask) {
     wire::check_mask(message, step, arrays, *spec.mask, spec.num_envs);
-  }
-}
-
-void check_same(const EnvSpec& spec, const wire::Welcome& welcome) {
-  const wire::Welcome& first = spec.welcome;
-  std::string text;
-  if (welcome.env != first.env) {
-    text = "env is '" + printable(welcome.env, 100) + "', expected '" +
-           printable(first.env, 100) + "'";
-  } else {
-    text = difference("step array", first.step_arrays, welcome.step_arrays);
-  }
-  if (text.empty()) {
-    text =
-        difference("action array", first.action_arrays, welcome.action_arrays);
-  }
-  if (text.empty()) text = difference(first.options, welcome.options);
-  if (text.empty() && welcome.frames_per_step != first.frames_per_step) {
-    text = "frames_per_step is " + std::to_string(welcome.frames_per_step) +
-           ", expected " + std::to_string(first.frames_per_step);
-  }
-  if (text.empty() && welcome.observation != first.observation) {
-    text = "its observation space has other bounds or another number of values";
-  }
-  if (text.empty() && welcome.action != first.action) {
-    text = "its action space has other bounds or another number of values";
-  }
-  if (text.empty()) return;
-  throw ActorError("this server differs from " + spec.address + ": " + text);
-}
-
-AgentSpec make_agent_spec(const EnvSpec& env, const Nest& answer) {
-  outputs_of(env, answer);
-  AgentSpec agent;
-  agent.outputs = answer.structure->children[0];
-  for (size_t i = 0; i < agent.outputs->num_leaves; ++i) {
-    const Array& array = answer.leaves[i];
-    if (array.shape.size() < 2 || array.shape[0] != 1) {
-      throw ActorError("The agent's output" + leaf_path(*agent.outputs, i) +
-                       " is " + array.describe() +
-                       ", expected [1, batch size, ...]");
-    }
-    const Shape shape(array.shape.begin() + 2, array.shape.end());
-    agent.leaves.push_back(
-        {array.dtype, shape, num_bytes(array.dtype, shape), 0, 0});
-  }
-
-  const auto [first, action] = action_of(agent.outputs);
-  bool fits = action->num_leaves == env.actions.arrays.size();
-  std::string got;
-  for (size_t i = 0; i < action->num_leaves; ++i) {
-    const RowLeaf& leaf = agent.leaves[first + i];
-    got += (i > 0 ? ", " : "") + describe(leaf.dtype, leaf.shape);
-    if (!fits) continue;
-    const auto& spec = env.welcome.action_arrays[env.actions.arrays[i]];
-    fits = leaf.nbytes / itemsize(leaf.dtype) ==
-               spec.nbytes / itemsize(spec.dtype) &&
-           (leaf.dtype == spec.dtype ||
-            (is_integer(leaf.dtype) && is_integer(spec.dtype)));
-  }
-  if (!fits) {
-    throw ActorError("The agent's action is " + got +
-                     " for each environment, but " + env.address + " expects " +
-                     describe_actions(env));
-  }
-  agent.actions.resize(env.actions.arrays.size());
-  for (size_t i = 0; i < env.actions.arrays.size(); ++i) {
-    agent.actions[env.actions.arrays[i]] = first + i;
-  }
-  agent.item = Structure::tuple(
-      {Structure::tuple({env.rows, agent.outputs}), env.state_structure});
-  return agent;
-}
-
-std::vector<std::string_view> action_arrays(
-    const EnvSpec& env, const AgentSpec& agent, const Nest& answer,
-    std::vector<std::string>& converted) {
-  converted.resize(agent.actions.size());
-  std::vector<std::string_view> arrays;
-  arrays.reserve(agent.actions.size());
-  for (size_t i = 0; i < agent.actions.size(); ++i) {
-    const Array& array = answer.leaves[agent.actions[i]];
-    const DType expected = env.welcome.action_arrays[i].dtype;
-    if (array.dtype == expected) {
-      arrays.emplace_back(array.data, array.nbytes());
-    } else {
-      arrays.emplace_back(converted[i] = converted_to(expected, array));
-    }
-  }
-  return arrays;
-}
-
-void check_answer(const EnvSpec& env, const AgentSpec& agent,
-                  const Nest& answer) {
-  const Structure& outputs = outputs_of(env, answer);
-  if (&outputs != agent.outputs.get() && !equal(outputs, *agent.outputs)) {
-    throw ActorError("The agent's outputs are " + describe(outputs) +
-                     ", expected " + describe(*agent.outputs) +
-                     " as the first time");
-  }
-  for (size_t i = 0; i < agent.leaves.size(); ++i) {
-    const RowLeaf& leaf = agent.leaves[i];
-    const Array& got = answer.leaves[i];
-    if (got.dtype == leaf.dtype && got.shape.size() == leaf.shape.size() + 2 &&
-        got.shape[0] == 1 && got.shape[1] == env.num_envs &&
-        std::equal(leaf.shape.begin(), leaf.shape.end(),
-                   got.shape.begin() + 2)) {
-      continue;
-    }
-    throw ActorError("The agent's output" + leaf_path(outputs, i) + " is " +
-                     got.describe() + " for one stream, expected " +
-                     describe(leaf.dtype, leaf.with_rows(1, env.num_envs)) +
-                     " as the first time");
   }
 }
 

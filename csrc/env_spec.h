@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The arrays of a rollout: EnvSpec has those that environments send, AgentSpec
-// those that the agent returns. Both are immutable once made. All functions are
-// thread-safe. To add a field to a row that C++ must know, begin here.
+// The environments' part of a rollout, made from PoolOptions::welcome or the
+// first Welcome: the arrays that servers send. Immutable once made. All
+// functions are thread-safe. To add a field to a row that C++ must know, begin
+// here.
 
 #pragma once
 
@@ -11,7 +12,6 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "array.h"
@@ -48,8 +48,6 @@ struct StateLeaf {
             size_t to_width) const;
 };
 
-// The environments' part of a rollout, made from PoolOptions::welcome or the
-// first Welcome.
 struct EnvSpec {
   std::string address;  // Of the server that sent the Welcome; for messages.
   wire::Welcome welcome;
@@ -85,9 +83,6 @@ struct SpecOptions {
 // std::invalid_argument if there is none.
 int64_t num_columns(int64_t num_envs, const QueueOptions& queue);
 
-// Throws std::invalid_argument unless every leaf is [.., 1, ...].
-void check_initial_state(const Nest& initial_agent_state);
-
 // `welcome` has K environments, and K is not 0; the caller has checked this.
 // `welcome_bytes` is the size of the message that held the Welcome. Throws
 // ActorError if the server does not send the arrays that a rollout needs;
@@ -102,31 +97,5 @@ EnvSpec make_env_spec(const std::string& address, const wire::Welcome& welcome,
 // the environment does not allow.
 void check_values(const EnvSpec& spec, const Segments& message,
                   const wire::Step& step);
-
-// Throws ActorError, naming the difference, if the server of `welcome` differs
-// from the first one in environment, arrays or spaces.
-void check_same(const EnvSpec& spec, const wire::Welcome& welcome);
-
-// The agent's part of a rollout, made from the agent's first answer.
-struct AgentSpec {
-  Structure::Ptr outputs;
-  std::vector<RowLeaf> leaves;  // Of `outputs`.
-  std::vector<size_t> actions;  // For each array of an Action: its leaf.
-  // Of an item of the learner queue: ((env_rows, outputs), agent_state)
-  Structure::Ptr item;
-};
-
-// Returns the arrays of an Action: views of `answer`. Integers of another type
-// than the server expects are converted; these are views of `converted`. Throws
-// ActorError for an integer out of range. check_answer has checked `answer`.
-std::vector<std::string_view> action_arrays(
-    const EnvSpec& env, const AgentSpec& agent, const Nest& answer,
-    std::vector<std::string>& converted);
-
-// `answer` is (agent_outputs [1, K, ...], agent_state), as compute() returns
-// it. Both functions throw ActorError with what was expected and got.
-AgentSpec make_agent_spec(const EnvSpec& env, const Nest& answer);
-void check_answer(const EnvSpec& env, const AgentSpec& agent,
-                  const Nest& answer);
 
 }  // namespace torchbeast
