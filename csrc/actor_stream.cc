@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// The connection of a stream: how it begins and ends, and when the stream
+// connects again. actor_stream_steps.cc has what it does with a Step.
 
 #include "actor_stream.h"
 
@@ -7,7 +10,6 @@
 #include <random>
 #include <utility>
 
-#include "agent_spec.h"
 #include "env_spec.h"
 #include "errors.h"
 #include "pool_run.h"
@@ -27,14 +29,13 @@ constexpr int kMaxAttempts = 8;
 // A stream that has finished a rollout before may fail this many times
 // max_failures (as in core.running.supervise.RestartBudget).
 constexpr int kPatience = 4;
-constexpr const char* kMalformed = "the server sent a malformed message: ";
 
 }  // namespace
 
-// --- The thread in PoolRun::run() --------------------------------------------
+// --- Begin of the connection -------------------------------------------------
 
 void ActorStream::connect(Lock& lock) {
-  if (address_.empty()) {
+  if (server_.address.empty()) {
     state_ = StreamState::kUnused;
     std::optional<Life> last = std::exchange(life_, std::nullopt);
     lock.unlock();
@@ -51,10 +52,10 @@ void ActorStream::connect(Lock& lock) {
   hello.seed = options.seed;
   hello.first_env_id = index_ * options.num_envs;
   hello.incarnation = options.first_incarnation + incarnations_;
-  hello.newest_frames = takes_newest_frames_;
+  hello.newest_frames = server_.takes_newest_frames;
   hello.truncation_is_done = !options.named_rows;
   state_ = StreamState::kConnecting;
-  ++attempts_;
+  ++server_.attempts;
   // Destroy the last connection without the lock: that calls the transport.
   std::optional<Life> before = std::exchange(life_, std::nullopt);
   life_.emplace(Life{.rollout = {index_}});
@@ -63,7 +64,7 @@ void ActorStream::connect(Lock& lock) {
   lock.unlock();
   before.reset();
   std::shared_ptr<Stream> stream =
-      run_.transport_->connect(address_, this, limit);
+      run_.transport_->connect(server_.address, this, limit);
   lock.lock();
   life_->stream = stream;
   lock.unlock();
@@ -75,23 +76,6 @@ void ActorStream::connect(Lock& lock) {
     stream->cancel();
     lock.lock();
   }
-}
-
-// Continues with the Step that waited; the state is kReceiving. If the Step
-// waited for room, its row is already the last one of a finished rollout.
-void ActorStream::resume(Lock& lock) {
-  Segments message = *std::exchange(life_->held, std::nullopt);
-  lock.unlock();
-  try {
-    if (life_->rollout.slab) {
-      receive(std::move(message));
-    } else {
-      begin_rollout(std::move(message));
-    }
-  } catch (const wire::DecodeError& error) {
-    give_up(kMalformed + std::string(error.what()), false);
-  }
-  lock.lock();
 }
 
 // --- Events of the transport -------------------------------------------------
@@ -126,7 +110,7 @@ void ActorStream::on_message(Segments message) {
         return;
     }
   } catch (const wire::DecodeError& error) {
-    give_up(kMalformed + std::string(error.what()), false);
+    give_up_malformed(error);
   } catch (...) {
     run_.fail(std::current_exception());
   }
@@ -171,7 +155,7 @@ void ActorStream::on_welcome(const Segments& message, wire::Piece body) {
     if (!env) {
       const auto& first = run_.options_.welcome;
       env = run_.set_env(make_env_spec(
-          first ? "the server that the model was made for" : address_,
+          first ? "the server that the model was made for" : server_.address,
           first ? *first : welcome, message.size(), run_.spec_options_,
           *run_.buffers_));
     }
@@ -186,38 +170,14 @@ void ActorStream::on_welcome(const Segments& message, wire::Piece body) {
   life_->welcomed = true;
   ++run_.connects_;
   ++incarnations_;
-  if (std::exchange(was_connected_, true)) {
+  if (std::exchange(server_.was_connected, true)) {
     ++run_.reconnects_;
     run_.add_event_locked(describe_locked() + ": connected again");
   }
   life_->agent_state = env->initial_state;
-  run_.avoided_until_.erase(address_);
+  run_.avoided_until_.erase(server_.address);
   state_ = StreamState::kWaitingForEnv;
   life_->asked_at = Clock::now();
-}
-
-void ActorStream::on_step(Segments message) {
-  {
-    std::lock_guard lock(run_.mu_);
-    if (life_->closing || run_.stopping_) return;
-    if (!life_->welcomed) throw wire::DecodeError("a Step before the Welcome");
-    // The transport of a stream that began before the first Welcome lets larger
-    // messages pass.
-    if (message.size() > run_.env_->max_message_bytes) {
-      throw wire::DecodeError("a Step of " + std::to_string(message.size()) +
-                              " bytes, expected at most " +
-                              std::to_string(run_.env_->max_message_bytes));
-    }
-    if (state_ == StreamState::kMoving && !life_->held) {
-      life_->held = std::move(message);
-      return;
-    }
-    if (state_ != StreamState::kWaitingForEnv) {
-      throw wire::DecodeError("a Step before the Action it should answer");
-    }
-    state_ = StreamState::kReceiving;
-  }
-  receive(std::move(message));
 }
 
 void ActorStream::on_closed(const std::string& why, bool transient) {
@@ -229,241 +189,13 @@ void ActorStream::on_closed(const std::string& why, bool transient) {
       // A server without a right certificate does not fit, either.
       const bool may_change = run_.options_.servers_may_change;
       count_failure_locked(why, may_change && !life_->welcomed);
-    } else if (life_->welcomed || std::exchange(last_reason_, why) != why) {
+    } else if (life_->welcomed ||
+               std::exchange(server_.last_reason, why) != why) {
       run_.add_event_locked(describe_locked() + ": " + why);
     }  // One message is enough for attempts that fail for the same reason.
     give_up_locked();
   }
   if (!has_owner_locked()) finish_close_locked();
-}
-
-// --- The owner of the stream -------------------------------------------------
-
-// Writes the row of the Step to the stream's rollout. Then asks the agent; if
-// the row was the last one, begins the next rollout first.
-void ActorStream::receive(Segments message) {
-  Life& life = *life_;
-  const int64_t K = run_.options_.num_envs;
-  const auto now = Clock::now();
-  try {
-    decode(message);
-  } catch (const wire::DecodeError& error) {
-    {
-      std::lock_guard lock(run_.mu_);
-      if (finish_if_ended_locked()) return;
-      state_ = StreamState::kWaitingForEnv;
-    }
-    throw;  // on_message or resume() handles it.
-  }
-
-  if (life.next_seq > 0) {  // The first row of a life answers no action.
-    const AgentSpec* agent = nullptr;
-    {
-      Lock lock(run_.mu_);
-      latency_.add(now - life.asked_at);
-      agent = run_.agent_.get();
-      if (agent) run_.slabs_->make_outputs(lock, *life.rollout.slab, *agent);
-    }
-    write_row(message, life.rollout.row + 1, agent);
-
-    bool ends = false;
-    Slab* complete = nullptr;
-    {
-      std::lock_guard lock(run_.mu_);
-      ++life.next_seq;
-      ++life.rollout.row;
-      attempts_ = 0;
-      last_reason_.clear();
-      steps_ += K;
-      run_.received_ += K;
-      run_.in_slabs_ += K;
-      ends = life.rollout.row == run_.options_.unroll_length;
-      if (ends) {
-        complete = run_.slabs_->finish_locked(life.rollout);
-        failures_ = 0;
-        has_finished_ = true;
-      } else {
-        if (finish_if_ended_locked()) return;
-        state_ = StreamState::kWaitingForInference;
-      }
-    }
-    if (!ends) {
-      ask_agent();
-      return;
-    }
-    if (complete) run_.deliver(complete);
-  } else {
-    std::lock_guard lock(run_.mu_);
-    ++life.next_seq;
-  }
-  begin_rollout(std::move(message));
-}
-
-// Decodes the Step into life_->step and checks all of it. Throws DecodeError.
-void ActorStream::decode(const Segments& message) {
-  Life& life = *life_;
-  const EnvSpec& env = *run_.env_;
-  wire::decode_step(message, wire::open(message).body, env.welcome.step_arrays,
-                    env.num_envs, &life.step);
-  const uint64_t seq = life.step.seq;
-  if (seq != life.next_seq) {
-    throw wire::DecodeError("Step " + std::to_string(seq) + ", expected Step " +
-                            std::to_string(life.next_seq));
-  }
-  if (life.step.newest_frames && !life.rollout.slab) {
-    throw wire::DecodeError("the first Step has only the newest frames");
-  }
-  if (life.step.newest_frames &&
-      run_.slabs_->is_before_last_row(life.rollout)) {
-    throw wire::DecodeError("Step " + std::to_string(seq) +
-                            " has only the newest frames, expected all");
-  }
-  check_values(env, message, life.step);
-}
-
-// Claims a lane for the stream's next rollout. Its row 0 is the row of the
-// Step. If the learner queue is full, the Step waits until there is room.
-void ActorStream::begin_rollout(Segments message) {
-  Life& life = *life_;
-  Slabs& slabs = *run_.slabs_;
-  const AgentSpec* agent = nullptr;
-  std::unique_ptr<Slab> new_slab;  // If not used, destroyed without the lock.
-  {
-    Lock lock(run_.mu_);
-    if (finish_if_ended_locked()) return;
-    if (!run_.has_room_locked(run_.waiting_for_room_.size())) {
-      life.held = std::move(message);
-      state_ = StreamState::kWaitingForRoom;
-      run_.waiting_for_room_.push_back(this);
-      return;
-    }
-    if (!slabs.claim_lane_locked(life.rollout)) {
-      lock.unlock();
-      new_slab = slabs.make_slab();
-      lock.lock();
-      if (finish_if_ended_locked()) return;
-      // Another thread may have added a slab meanwhile.
-      if (!slabs.claim_lane_locked(life.rollout)) {
-        slabs.add_locked(std::move(new_slab));
-        slabs.claim_lane_locked(life.rollout);
-      }
-    }
-    agent = run_.agent_.get();
-    if (agent) slabs.make_outputs(lock, *life.rollout.slab, *agent);
-  }
-  write_row(message, 0, agent);
-  slabs.write_state(life.rollout, life.agent_state);
-  {
-    std::lock_guard lock(run_.mu_);
-    if (finish_if_ended_locked()) return;
-    state_ = StreamState::kWaitingForInference;
-  }
-  ask_agent();
-}
-
-// `agent` is null until the agent has answered once: no outputs to write.
-void ActorStream::write_row(const Segments& message, int64_t row,
-                            const AgentSpec* agent) {
-  const Slabs& slabs = *run_.slabs_;
-  slabs.write_env_row(life_->rollout, row, message, life_->step);
-  if (agent) slabs.write_outputs(life_->rollout, row, *agent, life_->outputs);
-}
-
-// The inputs are views of the row in the slab. Nobody writes to this row before
-// the answer, and the inputs own the slab's memory.
-void ActorStream::ask_agent() {
-  const Life& life = *life_;
-  const EnvSpec& env = *run_.env_;
-  Nest inputs;
-  inputs.structure = env.inputs;
-  inputs.leaves.reserve(env.inputs->num_leaves);
-  for (const size_t i : env.inference_leaves) {
-    const RowLeaf& leaf = env.leaves[i];
-    const Array& array = life.rollout.slab->env[i];
-    const size_t offset =
-        run_.slabs_->offset(life.rollout, life.rollout.row, leaf);
-    inputs.leaves.push_back({leaf.dtype, leaf.with_rows(1, env.num_envs),
-                             array.data + offset, array.owner});
-  }
-  for (const Array& array : life.agent_state) inputs.leaves.push_back(array);
-  try {
-    run_.options_.inference_batcher->compute_async(
-        std::move(inputs),
-        [weak = run_.weak_from_this(), this](const Outputs* outputs,
-                                             std::exception_ptr error) {
-          // `weak` also guards `this`: the run owns the stream.
-          if (const auto run = weak.lock()) on_answer(outputs, error);
-        });
-  } catch (...) {
-    run_.fail(std::current_exception());
-  }
-}
-
-// Runs in the thread that calls Batch::set_outputs, or closes the batcher. Must
-// not wait. Must not throw: the exception would come out of that call.
-void ActorStream::on_answer(const Outputs* outputs, std::exception_ptr error) {
-  Life& life = *life_;
-  if (error) {
-    // The lane stays claimed: an inference thread may still read the failed
-    // batch.
-    run_.fail(error);
-    return;
-  }
-  try {
-    const EnvSpec& env = *run_.env_;
-    const AgentSpec* agent = nullptr;
-    bool wants_whole = false;
-    {
-      std::lock_guard lock(run_.mu_);
-      if (run_.stopping_) return;  // tear_down() may change the stream then.
-      agent = run_.agent_.get();
-      // The next Step is the last row of this rollout and row 0 of the next
-      // one, whose slab has no older frames. So the server must send all
-      // frames.
-      wants_whole = takes_newest_frames_ && env.has_stacks &&
-                    run_.slabs_->is_before_last_row(life.rollout);
-    }
-    Nest answer = outputs->copy(*run_.buffers_);
-    if (!agent) {
-      auto made =
-          std::make_unique<const AgentSpec>(make_agent_spec(env, answer));
-      std::lock_guard lock(run_.mu_);
-      if (!run_.agent_) run_.agent_ = std::move(made);
-      agent = run_.agent_.get();
-    }
-    check_answer(env, *agent, answer);
-
-    std::vector<std::string> converted;
-    std::string message = wire::action_to_server(
-        life.next_seq - 1, action_arrays(env, *agent, answer, converted),
-        wants_whole);
-
-    const auto state = answer.leaves.begin() + agent->leaves.size();
-    life.outputs.assign(answer.leaves.begin(), state);
-    life.agent_state.assign(state, answer.leaves.end());
-    std::shared_ptr<Stream> stream;
-    {
-      std::lock_guard lock(run_.mu_);
-      if (finish_if_ended_locked()) return;
-      state_ = StreamState::kWaitingForEnv;
-      life.asked_at = Clock::now();
-      stream = life.stream;
-    }
-    stream->send(std::move(message));
-  } catch (...) {
-    run_.fail(std::current_exception());
-  }
-}
-
-// The stream's rollout has been moved to another slab.
-void ActorStream::finish_move_locked() {
-  if (finish_if_ended_locked()) return;
-  state_ = StreamState::kWaitingForEnv;
-  if (life_->held) {  // It came during the move.
-    state_ = StreamState::kReceiving;
-    run_.to_resume_.push_back(this);
-    run_.changed_.notify_all();
-  }
 }
 
 // --- Ends of the stream ------------------------------------------------------
@@ -498,6 +230,11 @@ void ActorStream::give_up(const std::string& why, bool permanent) {
   stream->cancel();  // on_closed will follow.
 }
 
+void ActorStream::give_up_malformed(const wire::DecodeError& error) {
+  give_up("the server sent a malformed message: " + std::string(error.what()),
+          false);
+}
+
 void ActorStream::give_up_locked() {
   life_->closing = true;
   life_->welcomed = false;
@@ -510,17 +247,18 @@ void ActorStream::count_failure_locked(const std::string& why, bool permanent) {
   const std::string where = describe_locked() + ": ";
   const bool may_change = run_.options_.servers_may_change;
   const bool fits_one = run_.options_.welcome || run_.connects_ > 0;
-  ++failures_;
-  const int64_t limit =
-      int64_t{run_.options_.max_failures} * (has_finished_ ? kPatience : 1);
-  const bool too_often = failures_ >= limit;
+  ++server_.failures;
+  const int64_t limit = int64_t{run_.options_.max_failures} *
+                        (server_.has_finished ? kPatience : 1);
+  const bool too_often = server_.failures >= limit;
   std::string reason = why;
   if (too_often && !permanent) {
-    reason = "failed " + std::to_string(failures_) +
+    reason = "failed " + std::to_string(server_.failures) +
              " times in a row without finishing a rollout; now: " + why;
   }
-  if (may_change && ((permanent && fits_one) ||
-                     (too_often && run_.has_other_server_locked(address_)))) {
+  if (may_change &&
+      ((permanent && fits_one) ||
+       (too_often && run_.has_other_server_locked(server_.address)))) {
     life_->refused = true;
     run_.add_event_locked(where +
                           "refused; the run goes on without it and asks it "
@@ -540,19 +278,20 @@ void ActorStream::count_failure_locked(const std::string& why, bool permanent) {
 // connect again after a back-off.
 void ActorStream::finish_close_locked() {
   run_.discard_rollout_locked(life_->rollout);
-  if (address_ != wanted_) {
+  if (server_.address != wanted_) {
     set_address_locked();
     return;
   }
-  double delay_s = std::min(
-      run_.options_.first_backoff_s * std::exp2(std::max(attempts_ - 1, 0)),
-      kMaxBackoffS);
+  double delay_s = std::min(run_.options_.first_backoff_s *
+                                std::exp2(std::max(server_.attempts - 1, 0)),
+                            kMaxBackoffS);
   if (life_->refused) delay_s = kRefusedBackoffS;
   // A random delay, so that the streams of a server do not all come at once.
   delay_s *= std::uniform_real_distribution(0.5, 1.0)(run_.random_);
   const auto when = Clock::now() + seconds(delay_s);
-  if (life_->refused || attempts_ >= kMaxAttempts) {
-    run_.avoid_locked(address_, Clock::now() + seconds(kRefusedBackoffS));
+  if (life_->refused || server_.attempts >= kMaxAttempts) {
+    run_.avoid_locked(server_.address,
+                      Clock::now() + seconds(kRefusedBackoffS));
     if (run_.give_place_locked(*this)) {
       if (!life_->refused) {
         run_.add_event_locked(describe_locked() +
@@ -570,10 +309,10 @@ void ActorStream::finish_close_locked() {
 
 // --- Changes of the address --------------------------------------------------
 
-// Makes `address_` follow `wanted_`. Returns the connection that must be
-// cancelled first, if there is one; then finish_close_locked() goes on.
+// Makes the stream's address follow `wanted_`. Returns the connection that must
+// be cancelled first, if there is one; then finish_close_locked() goes on.
 std::shared_ptr<Stream> ActorStream::follow_address_locked() {
-  if (address_ == wanted_) return nullptr;
+  if (server_.address == wanted_) return nullptr;
   if (state_ == StreamState::kUnused ||
       state_ == StreamState::kWaitingToConnect) {
     set_address_locked();
@@ -588,17 +327,11 @@ std::shared_ptr<Stream> ActorStream::follow_address_locked() {
 // There is no connection. Lets the thread in run() connect to the new address,
 // or, if there is none, destroy the last connection.
 void ActorStream::set_address_locked() {
-  address_ = wanted_;
-  takes_newest_frames_ = !address_.starts_with("unix:") ||
-                         address_.find("/dialed-") != std::string::npos;
-  was_connected_ = false;
-  attempts_ = 0;
-  last_reason_.clear();
-  failures_ = 0;
-  has_finished_ = false;
-  steps_ = 0;
-  run_.left_env_s_ += latency_.total_s();
-  latency_ = {};
+  run_.left_env_s_ += server_.latency.total_s();
+  server_ = {
+      .address = wanted_,
+      .takes_newest_frames = !wanted_.starts_with("unix:") ||
+                             wanted_.find("/dialed-") != std::string::npos};
   state_ = StreamState::kWaitingToConnect;
   std::erase_if(run_.to_connect_,
                 [this](const auto& entry) { return entry.second == this; });
@@ -609,7 +342,7 @@ void ActorStream::set_address_locked() {
 // --- For messages and statistics ---------------------------------------------
 
 std::string ActorStream::describe_locked() const {
-  std::string text = address_ + " (stream " + std::to_string(index_);
+  std::string text = server_.address + " (stream " + std::to_string(index_);
   const int64_t K = run_.options_.num_envs;
   text += ", environments " + std::to_string(index_ * K) + " to " +
           std::to_string(index_ * K + K - 1);

@@ -57,7 +57,7 @@ class PoolRun;
 //       back, or to kReceiving if a Step has arrived meanwhile.
 //   kStopped: run() has ended.
 //
-// PoolRun::set_addresses() sets `wanted_`. `address_` follows when there is no
+// PoolRun::set_addresses() sets `wanted_`. `server_` follows when there is no
 // connection: at once in kUnused and kWaitingToConnect, otherwise on_closed.
 //
 // Threads. The transport's threads call the events. The thread in run()
@@ -110,6 +110,26 @@ class ActorStream final : public StreamEvents {
     std::vector<Array> agent_state = {};  // Owned. and the state after it.
   };
 
+  // What the stream knows of the server at its address. Begins anew with
+  // another address.
+  struct Server {
+    // Does not change while there is a connection, so the callbacks of the
+    // connection read it without the lock.
+    std::string address = {};  // Empty: none.
+    // To find out which frames are new costs a server more than to copy all of
+    // them to a unix socket. But the sockets of machines that have dialed in,
+    // which core/remote/acceptor.py names dialed-*, lead to the network.
+    bool takes_newest_frames = false;
+
+    bool was_connected = false;    // Whether it has ever welcomed the stream.
+    int attempts = 0;              // Attempts to connect since the last step.
+    std::string last_reason = {};  // Why the last one without a Welcome failed.
+    int failures = 0;              // Failures since the last finished rollout.
+    bool has_finished = false;     // Whether a rollout was ever finished.
+    int64_t steps = 0;
+    Histogram latency = {};
+  };
+
   // Called by the thread in PoolRun::run(). Both release the lock meanwhile.
   // Without an address, connect() only destroys the last connection.
   void connect(Lock& lock);
@@ -127,10 +147,12 @@ class ActorStream final : public StreamEvents {
   void write_row(const Segments& message, int64_t row, const AgentSpec* agent);
   void ask_agent();
   void on_answer(const Outputs* outputs, std::exception_ptr error);
+  void finish_move_locked();
   bool finish_if_ended_locked();
 
   // Ends of the stream.
   void give_up(const std::string& why, bool permanent);
+  void give_up_malformed(const wire::DecodeError& error);
   void count_failure_locked(const std::string& why, bool permanent);
   void give_up_locked();
   void finish_close_locked();
@@ -140,7 +162,6 @@ class ActorStream final : public StreamEvents {
   void set_address_locked();
 
   bool has_owner_locked() const;
-  void finish_move_locked();
   std::string describe_locked() const;
   double waiting_s_locked(Clock::time_point now) const;
 
@@ -148,24 +169,8 @@ class ActorStream final : public StreamEvents {
   const size_t index_;
   StreamState state_ = StreamState::kUnused;
   std::string wanted_;  // The address that it shall have. Empty: none.
-  // The address that it has. Does not change while there is a connection, so
-  // the callbacks of the connection read it without the lock. All members below
-  // but incarnations_ and life_ begin anew with another address.
-  std::string address_;
-  // To find out which frames are new costs a server more than to copy all of
-  // them to a unix socket. But the sockets of machines that have dialed in,
-  // which core/remote/acceptor.py names dialed-*, lead to the network.
-  bool takes_newest_frames_ = false;
-
-  uint64_t incarnations_ = 0;   // Connections that were welcomed.
-  bool was_connected_ = false;  // Whether this server has ever welcomed it.
-  int attempts_ = 0;            // Attempts to connect since the last step.
-  std::string last_reason_;     // Why the last one without a Welcome failed.
-  int failures_ = 0;            // Failures since the last finished rollout.
-  bool has_finished_ = false;   // Whether it has ever finished a rollout.
-  int64_t steps_ = 0;
-  Histogram latency_;
-
+  Server server_;
+  uint64_t incarnations_ = 0;  // Connections that were welcomed.
   // None before the first connection. Replaced only by connect().
   std::optional<Life> life_;
 };

@@ -153,7 +153,8 @@ size_t PoolRun::assign_addresses_locked(
   for (const bool is_unused : {true, false}) {
     for (const auto& stream : streams_) {
       if (added.empty()) break;
-      if (!stream->wanted_.empty() || stream->address_.empty() != is_unused) {
+      if (!stream->wanted_.empty() ||
+          stream->server_.address.empty() != is_unused) {
         continue;
       }
       stream->wanted_ = std::move(added.front());
@@ -403,8 +404,8 @@ bool PoolRun::give_place_locked(ActorStream& stream) {
 // Whether a server at another address is connected that has not failed lately.
 bool PoolRun::has_other_server_locked(const std::string& address) const {
   return std::any_of(streams_.begin(), streams_.end(), [&](const auto& stream) {
-    return stream->address_ != address && stream->life_ &&
-           stream->life_->welcomed && stream->failures_ == 0;
+    return stream->server_.address != address && stream->life_ &&
+           stream->life_->welcomed && stream->server_.failures == 0;
   });
 }
 
@@ -467,20 +468,21 @@ PoolStats PoolRun::stats() const {
   for (const auto& stream : streams_) {
     stats.states.push_back(stream->state_);
     stats.waiting_s.push_back(stream->waiting_s_locked(now));
-    stats.stream_addresses.push_back(stream->address_);
-    if (stream->address_.empty()) continue;
+    const ActorStream::Server& server = stream->server_;
+    stats.stream_addresses.push_back(server.address);
+    if (server.address.empty()) continue;
     const auto [found, is_new] =
-        by_address.emplace(stream->address_, stats.addresses.size());
+        by_address.emplace(server.address, stats.addresses.size());
     if (is_new) {
-      stats.addresses.emplace_back().address = stream->address_;
+      stats.addresses.emplace_back().address = server.address;
       latencies.emplace_back();
     }
     AddressStats& address = stats.addresses[found->second];
     ++address.streams;
     const bool connected = stream->life_ && stream->life_->welcomed;
     address.connected += connected;
-    address.steps += stream->steps_;
-    latencies[found->second].add(stream->latency_);
+    address.steps += server.steps;
+    latencies[found->second].add(server.latency);
     stats.connected += connected;
   }
   for (size_t i = 0; i < latencies.size(); ++i) {
