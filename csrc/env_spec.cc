@@ -285,11 +285,11 @@ EnvSpec make_env_spec(const std::string& address, const wire::Welcome& welcome,
   spec.max_message_bytes =
       std::min(kMaxMessageBytes,
                std::max(step_bytes(welcome), welcome_bytes) + kTextBytes);
-  for (size_t i = 0; i < welcome.step_arrays.size(); ++i) {
-    const wire::ArraySpec& array = welcome.step_arrays[i];
+  for (const wire::ArraySpec& array : welcome.step_arrays) {
     spec.has_stacks = spec.has_stacks || array.stack;
-    if (wire::path_name(array) == "reward") spec.reward = i;
   }
+  const Child reward = find_child(*layout.structure, "reward");
+  spec.reward = layout.arrays[reward.first_leaf];
   set_rows(welcome, layout, options, spec);
   set_state(options, buffers, spec);
   set_inputs(options, spec);

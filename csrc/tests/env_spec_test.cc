@@ -124,6 +124,19 @@ TEST(a_welcome_must_have_the_rows_of_a_rollout) {
                 "plays 4 environments per stream, expected 1 (num_envs)");
 }
 
+// Its text is "reward", too.
+TEST(an_array_below_an_empty_name_does_not_take_the_place_of_the_reward) {
+  fake::WelcomeOptions options;
+  options.step_arrays.push_back(fake::array({"", "reward"}, "uint8"));
+  const wire::Welcome welcome = read_welcome(options);
+  SpecOptions spec_options;
+  spec_options.initial_agent_state.structure = Structure::tuple({});
+  const auto buffers = BufferPool::create();
+  const EnvSpec spec =
+      make_env_spec("a", welcome, 1000, spec_options, *buffers);
+  CHECK_EQ(welcome.step_arrays.at(spec.reward).path.size(), size_t{1});
+}
+
 TEST(a_batch_must_have_room_for_the_environments_of_a_stream) {
   CHECK_THROWS(std::invalid_argument,
                "num_envs is 4, and no multiple of it is a batch of 6 to 6",

@@ -82,6 +82,7 @@ std::string read(const Segments& message, std::optional<EnvSpec>& spec) {
         static wire::Step step;  // Reused, as in the pool.
         wire::decode_step(message, body, spec->welcome.step_arrays,
                           static_cast<size_t>(spec->num_envs), &step);
+        check_values(*spec, message, step);
         return text_of(message, step);
       }
       case wire::Kind::kFailure: {
