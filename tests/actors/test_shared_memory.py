@@ -8,7 +8,6 @@ import os
 import stat
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from core.actors.shared_memory import (
 )
 from core.errors import ConfigError
 from core.nests import ArraySpec, leaves
+from tests.python import run_python
 
 # No torch at the top: children import this module, most of them need none.
 
@@ -70,19 +70,6 @@ def is_file(fd):
         return stat.S_ISREG(os.stat(int(fd)).st_mode)
     except OSError:  # Of the listing itself, and closed by now.
         return False
-
-
-def run_python(code, *before):
-    """Run Python code in a fresh interpreter at the root; return what it printed."""
-    done = subprocess.run(
-        [*before, sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # ----------------------------------------------------------------------- SharedArrays
@@ -184,7 +171,7 @@ def test_no_file_is_left_in_dev_shm_even_while_in_use(memory):
 
 @pytest.mark.parametrize("memfd", [True, False])
 def test_memory_goes_with_a_killed_process(memfd):
-    code = f"""
+    done = run_python(f"""
         import os, signal
         import numpy as np
         if not {memfd}: del os.memfd_create
@@ -193,14 +180,7 @@ def test_memory_goes_with_a_killed_process(memfd):
         shared = SharedArrays({{"a": ArraySpec(({ODD_SIZE},), np.dtype(np.uint8))}})
         print("made", flush=True)
         signal.raise_signal(signal.SIGKILL)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    """)
     assert (done.returncode, done.stdout) == (-9, "made\n"), done.stderr
     assert files_in_dev_shm() == []
 
@@ -236,7 +216,7 @@ def run_child(method, target, *args):
 @pytest.mark.parametrize("memfd", [True, False])
 def test_a_full_device_is_an_oserror_and_leaves_nothing_behind(memfd):
     # The limit on file sizes stands in for a full device: it needs no privileges.
-    printed = run_python(f"""
+    done = run_python(f"""
         import os, resource
         import numpy as np
         if not {memfd}: del os.memfd_create
@@ -253,7 +233,7 @@ def test_a_full_device_is_an_oserror_and_leaves_nothing_behind(memfd):
         SharedArrays({{"a": ArraySpec((limit,), np.dtype(np.uint8))}})
         print("fits")
     """)
-    assert printed == "OSError 0\nfits\n"
+    assert (done.returncode, done.stdout) == (0, "OSError 0\nfits\n"), done.stderr
 
 
 def test_a_full_tmpfs_is_an_oserror_and_not_a_sigbus(tmp_path):
@@ -279,8 +259,9 @@ def test_a_full_tmpfs_is_an_oserror_and_not_a_sigbus(tmp_path):
         full = os.statvfs({str(tmp_path)!r})
         print(full.f_bfree == full.f_blocks, os.listdir({str(tmp_path)!r}))
     """
-    printed = run_python(code, *unshare, "sh", "-c", mount + ' && exec "$@"', "sh")
-    assert printed == "True []\n"
+    mount_first = [*unshare, "sh", "-c", mount + ' && exec "$@"', "sh"]
+    done = run_python(code, python=[*mount_first, sys.executable])
+    assert (done.returncode, done.stdout) == (0, "True []\n"), done.stderr
 
 
 # --------------------------------------------------------------------- RolloutBuffers

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """core.environments.make: names of environments, and what to do about wrong ones."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
 from core.environments.make import make
-
-DEADLINE_S = 60
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.python import run_python
 
 
 def test_make_knows_toys_gymnasium_ids_and_functions():
@@ -175,6 +171,5 @@ def test_environment_servers_can_import_it_without_torch():
         "import sys, core.environments.stepping, core.environments.check\n"
         "assert 'torch' not in sys.modules and 'gym' not in sys.modules\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=DEADLINE_S
-    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr

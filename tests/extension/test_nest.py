@@ -2,14 +2,13 @@
 """Nests: tuples, lists, namedtuples and dicts of any leaves."""
 
 import collections
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libtorchbeast import nest
+from tests.python import run_python
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -134,4 +133,5 @@ def test_nest_is_importable_by_its_old_name_and_loads_nothing_else():
         "assert nest.flatten({'a': (1, 2)}) == [1, 2]\n"
         "assert not {'torch', 'numpy', 'libtorchbeast'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd="/", timeout=60)
+    done = run_python(script, cwd="/")
+    assert done.returncode == 0, done.stderr

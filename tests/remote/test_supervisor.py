@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from subprocess import PIPE
@@ -23,7 +22,8 @@ from core.remote import child, local_servers, supervisor
 from core.running import supervise
 from core.running.signals import StopSignal
 from core.running.unit import Unit
-from tests.conftest import DEADLINE_S, wait_until
+from tests.conftest import wait_until
+from tests.python import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -174,13 +174,7 @@ with StopSignal() as stop:
 def test_servers_that_have_just_started_need_not_be_killed(folder):
     """They are forked with the supervisor's handlers, which swallowed their SIGTERM."""
     pytest.importorskip("grpc", reason="pip install grpcio")
-    done = subprocess.run(
-        [sys.executable, "-c", JUST_STARTED, folder],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = run_python(JUST_STARTED, folder)
     statuses = set(map(int, done.stdout.split()))
     assert statuses and statuses <= {0, -signal.SIGTERM}, done.stdout + done.stderr
 

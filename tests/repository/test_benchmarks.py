@@ -6,7 +6,6 @@ Nothing is timed here.
 
 import functools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from benchmarks import ceilings, write_figures
 from benchmarks.peers import run as peers
 from benchmarks.peers import score as peers_score
+from tests.python import run_python
 
 REPOSITORY = Path(__file__).parents[2]
 # A trainer that logs three rows and then fails.
@@ -120,14 +120,7 @@ time.sleep(600)
 def test_a_data_path_without_servers_says_how_many_streams_are_connected(tmp_path):
     script = "from benchmarks import transport\ntransport.START_S = 0.5\n"
     script += f"transport.learn('unix:{tmp_path}/none', 4, 2, 1.0, 5, None, 1)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    last = done.stderr.splitlines()[-1]
+    last = run_python(script).stderr.splitlines()[-1]
     assert last.startswith("TimeoutError: ") and "0 of 2 streams are connected" in last
 
 

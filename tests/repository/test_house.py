@@ -2,11 +2,11 @@
 """The rooms of core/: who may import whom, and how much one reader has to hold."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.python import run_python
 
 ROOT = Path(__file__).parents[2]
 FOUNDATION = {path.stem for path in (ROOT / "core").glob("*.py")} - {"__init__"}
@@ -107,10 +107,8 @@ def test_environment_servers_need_neither_torch_nor_the_extension():
         f"import sys, {', '.join(modules)}; "
         "print([x for x in ('torch', 'libtorchbeast') if x in sys.modules])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.stdout == "[]\n", run.stderr
+    done = run_python(command)
+    assert done.stdout == "[]\n", done.stderr
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

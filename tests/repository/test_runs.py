@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools.runs`: the log of a run that is in progress."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.python import run_python
 from tools.runs import log_rows, num_rows
 
 ROOT = Path(__file__).parents[2]
@@ -23,4 +22,5 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path):
 def test_a_log_is_read_without_torch():
     """Servers of benchmarks.churn import what it does, and must start fast."""
     code = "import sys, tools.runs; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr

@@ -3,15 +3,13 @@
 
 import csv
 import logging
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from core.running import logs
 from core.running.columns import FIELDS
+from tests.python import run_python
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0  # Of every wait for another thread or process.
@@ -43,27 +41,9 @@ def steps_of(run_dir, name="logs.csv"):
     return [int(row["step"]) for row in read_rows(run_dir / name)]
 
 
-def run_child(code, *args, **options):
+def run_child(code, *args):
     """Run Python code, after PRELUDE, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + code, *map(str, args)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        **options,
-    )
-
-
-def run_python(code):
-    """Run Python code in a fresh interpreter at the root of the repository."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    return run_python(PRELUDE + code, *args)
 
 
 PRELUDE = """

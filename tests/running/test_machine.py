@@ -12,7 +12,8 @@ import pytest
 from core.errors import ConfigError
 from core.running import machine as machine_module
 from core.running.machine import available_memory, check_resources, num_cores
-from tests.running.conftest import DEADLINE_S, run_python
+from tests.python import run_python
+from tests.running.conftest import DEADLINE_S
 
 MIB = 2**20
 

@@ -3,8 +3,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import ale_py
@@ -17,6 +15,7 @@ import monobeast
 import polybeast
 from core.running import settings
 from core.running.settings import family_of, suggestion
+from tests.python import run_python
 from tests.trainers.several import environments
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +75,9 @@ def test_a_family_is_known_where_the_package_is_not_imported():
     """As in PolyBeast's learner: only its servers import the environments."""
     code = "import polybeast; from core.running.settings import family_of as f; "
     code += f"print(*map(f, {[*FAMILIES]}))"
-    got = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
-    assert got.split() == [str(family) for family in FAMILIES.values()]
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(family) for family in FAMILIES.values()]
 
 
 @pytest.mark.parametrize("env, family", FAMILIES.items())

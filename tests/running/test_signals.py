@@ -18,7 +18,8 @@ from core.running.supervise import (
     start_thread,
 )
 from tests.conftest import wait_until
-from tests.running.conftest import DEADLINE_S, run_python
+from tests.python import run_python
+from tests.running.conftest import DEADLINE_S
 
 
 @pytest.mark.parametrize("signum", signals.STOP_SIGNALS)

@@ -22,7 +22,8 @@ from core.running.supervise import (
     start_thread,
 )
 from tests.conftest import ended, wait_until
-from tests.running.conftest import DEADLINE_S, ROOT, run_python
+from tests.python import run_python
+from tests.running.conftest import DEADLINE_S, ROOT
 
 
 @pytest.fixture
