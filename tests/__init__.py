@@ -12,6 +12,7 @@
 `faults.md` has the tests of each fault in docs/reliability.md.
 
 While you change a module, run its own file: a second to a minute. What is beside this
-file serves the tests: environments that count, fail or misbehave, and hostile peers. It
-is a package so that `--env tests.counting_env:make` can be imported.
+file serves the tests: environments that count, fail or misbehave, and hostile peers;
+in conftest.py programs as processes and environment servers in threads. It is a package
+so that `--env tests.counting_env:make` can be imported.
 """

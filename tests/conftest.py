@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared helpers: deadlines, and the trainers as processes that start in no time."""
+"""Shared helpers: deadlines, programs as processes, environment servers in threads."""
 
 import contextlib
 import fcntl
 import functools
 import importlib
+import itertools
 import multiprocessing
 import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,6 +29,8 @@ from core.running.signals import STOP_SIGNALS
 from core.running.supervise import start_thread
 from tools.nemesis.programs import DEADLINE_S, came_true, is_saving, workplace
 from tools.nemesis.programs import wait_for as wait_until
+
+ROOT = Path(__file__).parents[1]
 
 with contextlib.suppress(ModuleNotFoundError):  # .venv-classic has none.
     import hypothesis
@@ -95,7 +100,83 @@ def fill(fd: int) -> None:
 
 
 class Program:
-    """A running `python -m <module>`, its output in a file.
+    """A running program, its output in a file.
+
+    The end of a `with` block kills it and its family.
+
+    Args:
+      command: its words.
+      options: of `subprocess.Popen`.
+    """
+
+    process: Any  # A subprocess.Popen; of a `Forked`, a process of multiprocessing.
+
+    def __init__(self, output: Path, *command: object, **options: Any):
+        self.output = output
+        with output.open("w") as file:
+            options = {"stdout": file, "stderr": file, **options}
+            options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, **options}
+            self.process = subprocess.Popen([str(word) for word in command], **options)
+        self.pid = self.process.pid
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        family = []
+        if self.is_alive():
+            with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
+                family = self.family()
+        self.kill()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def text(self) -> str:
+        """Return its output so far."""
+        return self.output.read_text()
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Return the exit status."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(deadline_s)
+        raise AssertionError(f"still running:\n{self.text()}")
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Poll until it is true; fail with the output if the program ends before."""
+        assert came_true(condition, self.is_alive), self.text()
+
+    def wait_for_text(self, text: str) -> None:
+        self.wait_for(lambda: text in self.text())
+
+    def terminate_insistently(self) -> None:
+        """Send SIGTERM until it has ended: soon after the first, others are ignored."""
+
+        def has_ended() -> bool:
+            self.process.terminate()  # Does nothing once it has ended.
+            return not self.is_alive()
+
+        wait_until(has_ended)
+
+    def is_saving(self, run_dir: Path) -> bool:
+        """Say whether it writes a checkpoint of that run now."""
+        return is_saving(self.pid, run_dir / "checkpoints")
+
+    def family(self) -> list[psutil.Process]:
+        """Return its present children, and theirs."""
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        """Kill the program alone: its family should notice."""
+        self.process.kill()
+        self.wait()
+
+
+class Forked(Program):
+    """A running `python -m <module>`, by a fork server that has imported torch.
 
     Args:
       env: environment variables, besides those of the fork server.
@@ -117,45 +198,13 @@ class Program:
         self.process.start()
         self.pid = self.process.pid
 
-    def text(self) -> str:
-        return self.output.read_text()
-
     def is_alive(self) -> bool:
         return self.process.is_alive()
 
-    def terminate_insistently(self) -> None:
-        """Send SIGTERM until it has ended: soon after the first, others are ignored."""
-
-        def has_ended() -> bool:
-            self.process.terminate()  # Does nothing once it has ended.
-            return not self.is_alive()
-
-        wait_until(has_ended)
-
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        """Return the exit status."""
         self.process.join(deadline_s)
         assert self.process.exitcode is not None, f"still running:\n{self.text()}"
         return self.process.exitcode
-
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        """Poll until it is true; fail with the output if the program ends before."""
-        assert came_true(condition, self.is_alive), self.text()
-
-    def wait_for_text(self, text: str) -> None:
-        self.wait_for(lambda: text in self.text())
-
-    def is_saving(self, run_dir: Path) -> bool:
-        """Say whether it writes a checkpoint of that run now."""
-        return is_saving(self.pid, run_dir / "checkpoints")
-
-    def family(self) -> list[psutil.Process]:
-        """Return its present children, and theirs."""
-        return psutil.Process(self.pid).children(recursive=True)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(DEADLINE_S)
 
 
 def _run_module(
@@ -207,27 +256,17 @@ def starter(context, folder: Path) -> Iterator[Callable[..., Program]]:
 
     Kills what is left at the end.
     """
-    programs: list[Program] = []
+    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
 
-    def start(
-        *argv: object, module: str = "monobeast", env: Mapping[str, str] = {}
-    ) -> Program:
-        program = Program(
-            context,
-            module,
-            [str(a) for a in ("--savedir", folder / "runs", *argv)],
-            folder / f"out-{len(programs)}.txt",
-            env,
-        )
-        programs.append(program)
-        return program
+        def start(
+            *argv: object, module: str = "monobeast", env: Mapping[str, str] = {}
+        ) -> Program:
+            words = [str(a) for a in ("--savedir", folder / "runs", *argv)]
+            output = folder / f"out-{next(numbers)}.txt"
+            return stack.enter_context(Forked(context, module, words, output, env))
 
-    try:
         yield start
-    finally:
-        for program in programs:
-            with contextlib.suppress(ProcessLookupError):
-                program.kill()
 
 
 @pytest.fixture
@@ -250,6 +289,50 @@ def start_for_module(_context, tmp_path_factory):
     folder = tmp_path_factory.mktemp("module")
     with starter(_context, folder) as start:
         yield start, folder / "runs"
+
+
+@pytest.fixture
+def start_program(tmp_path) -> Iterator[Callable[..., Program]]:
+    """Start a `Program` with its words and options; it is killed at the end."""
+    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
+
+        def start_program(*command: object, **options: Any) -> Program:
+            output = tmp_path / f"program-{next(numbers)}.txt"
+            return stack.enter_context(Program(output, *command, **options))
+
+        yield start_program
+
+
+@contextlib.contextmanager
+def served(env_init: Callable, address: str, **options: Any) -> Iterator[Any]:
+    """Yield an environment server that a thread of this process runs."""
+    from core.remote.env_server import Server  # It needs grpcio, other tests do not.
+
+    server = Server(env_init, address, **options)
+    server.start()
+    thread = start_thread("server", server.run)
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.result(DEADLINE_S)
+
+
+@pytest.fixture
+def serve(folder) -> Iterator[Callable[..., Any]]:
+    """Start environment servers in this process; return each.
+
+    They listen at unix sockets of their own, unless `address=`.
+    """
+    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
+
+        def serve(env_init: Callable, **options: Any) -> Any:
+            options = {"address": f"unix:{folder}/{next(numbers)}", **options}
+            return stack.enter_context(served(env_init, **options))
+
+        yield serve
 
 
 @pytest.fixture

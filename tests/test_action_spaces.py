@@ -16,10 +16,7 @@ from core.environments import check
 from core.environments.stepping import Environments
 from core.errors import ConfigError, EnvValueError, Exit
 from core.nests import map_nest
-from core.remote import env_server
-from core.running.supervise import start_thread
 from examples.tictactoe import TicTacToe
-from tests.conftest import DEADLINE_S
 from tests.trainers import bodies
 
 spaces = gym.spaces
@@ -224,22 +221,15 @@ def two_flags():
 
 @pytest.mark.parametrize("kind", MISFITS)
 def test_spaces_that_do_not_fit_are_refused_before_a_run_has_a_folder(
-    kind, tmp_path, capsys
+    kind, serve, tmp_path, capsys
 ):
     env = f"{__name__}:{kind}"
     flags = ["--env", env, "--savedir", str(tmp_path / "runs"), "--xpid", "x"]
     assert monobeast.main(flags) == 78
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"ConfigError: '.*{MISFITS[kind][1]}", line), line
-    server = env_server.Server(globals()[kind], f"unix:{tmp_path}/s", name=env)
-    server.start()
-    thread = start_thread("server", server.run)
-    try:
-        flags = ["--server_addresses", server.address, *flags]
-        assert polybeast.main(flags) == 78
-    finally:
-        server.stop()
-        thread.result(timeout=DEADLINE_S)
+    server = serve(globals()[kind], name=env)
+    assert polybeast.main(["--server_addresses", server.address, *flags]) == 78
     assert capsys.readouterr().err.splitlines() == [line]
     assert not (tmp_path / "runs").exists()
     assert check.main([env]) == 78

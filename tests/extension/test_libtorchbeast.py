@@ -23,9 +23,10 @@ import torch
 
 import libtorchbeast
 from core.environments import toys
-from core.remote import codec, env_server
+from core.remote import codec
 from libtorchbeast import ActorPool, BatchingQueue, ClosedBatchingQueue, DynamicBatcher
-from tests.conftest import DEADLINE_S, wait_until
+from tests.conftest import DEADLINE_S, served, wait_until
+from tests.python import run_python
 
 ROOT = Path(__file__).parents[2]
 NUMPY_DTYPES = (
@@ -407,12 +408,9 @@ def test_signal_ends_describe(handler, background):
         sent.result(DEADLINE_S).close()
 
 
-def test_signal_ends_a_run_whose_waits_are_all_short(handler, background, tmp_path):
+def test_signal_ends_a_run_whose_waits_are_all_short(handler, background, serve):
     """The learner is the bottleneck: each of its batches ends a wait of the pool."""
-    address = f"unix:{tmp_path}/s"
-    server = env_server.Server(toys.Catch, address, num_envs=1, num_streams=4)
-    server.start()
-    running = background(server.run)
+    address = serve(toys.Catch, num_envs=1, num_streams=4).address
     queue = BatchingQueue(maximum_batch_size=1, maximum_queue_size=1)
     batcher = DynamicBatcher()
     pool = ActorPool(1, queue, batcher, [address] * 4, ())
@@ -448,8 +446,7 @@ def test_signal_ends_a_run_whose_waits_are_all_short(handler, background, tmp_pa
         ended.set()
         batcher.close()
         queue.close()
-        server.stop()
-        for thread in [*threads, running]:
+        for thread in threads:
             thread.result(DEADLINE_S)
 
 
@@ -491,13 +488,7 @@ def test_ctrl_c_in_an_allocate_for_other_threads_is_raised_here(background, num_
 
 def run(script: str, *flags: str, cwd: Path = ROOT) -> str:
     """Run a script in a new interpreter, which must end well and say nothing."""
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", script],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = run_python(script, python=[sys.executable, *flags], cwd=cwd)
     assert (done.returncode, done.stderr) == (0, ""), done
     return done.stdout
 
@@ -804,7 +795,7 @@ inside.wait()
     assert run(script) == "allocated\n"
 
 
-def test_ctrl_c_ends_a_program_that_waits():
+def test_ctrl_c_ends_a_program_that_waits(start_program):
     script = """
 import sys
 sys.modules["torch"] = None
@@ -813,18 +804,11 @@ queue = libtorchbeast.BatchingQueue()
 print("waiting", flush=True)
 next(queue)
 """
-    program = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert program.stdout.readline() == "waiting\n"
-    program.send_signal(signal.SIGINT)
-    _, error = program.communicate(timeout=DEADLINE_S)
-    assert error.endswith("KeyboardInterrupt\n")
-    assert program.returncode == -signal.SIGINT
+    program = start_program(sys.executable, "-c", script)
+    program.wait_for_text("waiting\n")
+    program.process.send_signal(signal.SIGINT)
+    assert program.wait() == -signal.SIGINT
+    assert program.text().endswith("KeyboardInterrupt\n")
 
 
 # --- The package --------------------------------------------------------------
@@ -1052,10 +1036,7 @@ thread.join()
 
 
 def test_a_forked_child_of_a_process_with_a_live_pool_can_exit():
-    command = [sys.executable, "-W", "ignore", "-c", FORK, NO_SERVER]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    done = run_python(FORK, NO_SERVER, python=[sys.executable, "-W", "ignore"])
     assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
 
 
@@ -1117,11 +1098,5 @@ def test_describe_ends_soon_if_nobody_listens_at_the_address(tmp_path, backgroun
     describe = functools.partial(libtorchbeast.describe, timeout_s=math.inf)
     with pytest.raises(libtorchbeast.ServerUnavailable, match=f"{address} does not "):
         background(describe, address).result(DEADLINE_S)
-    server = env_server.Server(toys.Catch, address, num_envs=1, num_streams=1)
-    server.start()
-    running = background(server.run)
-    try:
+    with served(toys.Catch, address, num_envs=1, num_streams=1):
         codec.decode_welcome(background(describe, address).result(DEADLINE_S))
-    finally:
-        server.stop()
-        running.result(DEADLINE_S)

@@ -12,7 +12,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
@@ -29,7 +28,7 @@ from core.remote import child, dial_in, dialer, server_lists, tls, tunnel
 from core.remote.acceptor import Acceptor
 from core.remote.dialer import Link
 from core.remote.tunnel import ProtocolError
-from tests.conftest import DEADLINE_S, wait_until
+from tests.conftest import DEADLINE_S, Program, wait_until
 from tools.runs import log_rows
 
 MACHINE = "0123456789abcdef" * 2
@@ -964,7 +963,7 @@ def taken(host: str, port: int) -> socket.socket:
     return listener
 
 
-def test_both_processes_end_with_their_program():
+def test_both_processes_end_with_their_program(start_program):
     code = """
 import argparse, time
 from core.remote import dial_in
@@ -979,16 +978,14 @@ while not a.addresses():  # Processes that start would not notice an end.
 print(a._folder, b._folder, flush=True)
 time.sleep(1000)
 """
-    program = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    folders = program.stdout.readline().split()
+    program = start_program(sys.executable, "-c", code)
+    program.wait_for_text("\n")
+    folders = program.text().split()
     family = psutil.Process(program.pid).children()
     assert len(family) == 2
     for process in family:
         process.suspend()
-    program.send_signal(signal.SIGKILL)
-    program.communicate(timeout=DEADLINE_S)
+    program.kill()
     wait_until(lambda: not any(p.is_running() for p in family))
     wait_until(lambda: not any(Path(folder).exists() for folder in folders))
 
@@ -1022,36 +1019,15 @@ def test_certificates_of_no_use_leave_no_folder(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------- runs
 
 
-@pytest.fixture
-def start_machine(tmp_path):
-    """Start polybeast_env for a learner; whatever is left is killed at the end."""
-    machines = []
-
-    def start_one(learner: str, tls_dir: str) -> subprocess.Popen:
-        argv = ["--env", "Catch", "--learner_address", learner, "--num_servers", "2"]
-        argv += ["--envs_per_stream", "2", "--tls_dir", tls_dir]
-        with (tmp_path / f"machine-{len(machines)}.txt").open("w") as output:
-            machines.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "polybeast_env", *argv],
-                    cwd=ROOT,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
-            )
-        return machines[-1]
-
-    yield start_one
-    for machine in machines:
-        machine.kill()
-        machine.wait()
-
-
 def test_a_run_outlives_its_machines_and_a_machine_its_learners(
-    start, start_machine, folders, tmp_path
+    start, start_program, folders, tmp_path
 ):
     pytest.importorskip("libtorchbeast._C", reason="the extension is not built")
+
+    def start_machine(learner: str) -> Program:
+        flags = ["--env", "Catch", "--learner_address", learner, "--num_servers", 2]
+        flags += ["--envs_per_stream", 2, "--tls_dir", folders["machine"]]
+        return start_program(sys.executable, "-m", "polybeast_env", *flags)
 
     def learn(listen: str):
         return start(
@@ -1076,17 +1052,17 @@ def test_a_run_outlives_its_machines_and_a_machine_its_learners(
     program.wait_for(lambda: said.search(program.text()))
     address = said.search(program.text())[1]
     program.wait_for_text(f"no machine has dialed in at {address}")
-    first = start_machine(address, folders["machine"])
+    first = start_machine(address)
     learns(program, "2 servers")
     first.kill()
     program.wait_for_text("left; now 0")
-    second = start_machine(address, folders["machine"])
+    second = start_machine(address)
     learns(program, "left; now 0")
     program.kill()
     program = learn(address)
     learns(program, "certificate of env) has joined")
-    second.send_signal(signal.SIGTERM)
-    assert second.wait(DEADLINE_S) == 0
+    second.process.terminate()
+    assert second.wait() == 0
     program.wait_for_text("has left: it has said goodbye")
     program.process.terminate()
     assert program.wait() == Exit.STOPPED, program.text()

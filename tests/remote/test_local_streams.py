@@ -72,23 +72,15 @@ class LocalClient(EnvClient, LocalStream):
 
 
 @pytest.fixture
-def serve():
+def no_socket_is_left(folder):
+    yield
+    assert os.listdir(folder) == []
+
+
+@pytest.fixture
+def serve(no_socket_is_left, serve):
     """Start servers of counting environments in this process."""
-    servers = []
-    with tempfile.TemporaryDirectory(prefix="tb") as folder:
-
-        def start(make=counting_env.make, **options) -> env_server.Server:
-            address = f"unix:{folder}/{len(servers)}"
-            server = env_server.Server(make, address, **options)
-            server.start()
-            servers.append((server, start_thread("server", server.run)))
-            return server
-
-        yield start
-        for server, thread in servers:
-            server.stop()
-            thread.result(DEADLINE_S)
-        assert os.listdir(folder) == []  # No socket is left behind.
+    return lambda make=counting_env.make, **options: serve(make, **options)
 
 
 def actions(seed=0):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the learner's main loop says about the actor pool."""
 
-import contextlib
 import tempfile
 from types import SimpleNamespace
 
@@ -13,9 +12,9 @@ import polybeast
 from core.algorithm.counters import BusyTime
 from core.environments import toys
 from core.errors import ConfigError, StallError
-from core.remote import codec, env_server, messages, pool
+from core.remote import codec, messages, pool
 from core.running.supervise import start_thread
-from tests.conftest import DEADLINE_S
+from tests.conftest import DEADLINE_S, served
 
 
 def stats(**changes):
@@ -49,23 +48,11 @@ def test_the_values_that_rows_may_have_are_those_of_the_servers_spaces():
     assert options["step_timeout_s"] == 11 * 7 + pool.SUPERVISOR_S
 
 
-@contextlib.contextmanager
-def served(address, name):
-    server = env_server.Server(toys.Catch, address, num_envs=1, name=name)
-    server.start()
-    thread = start_thread("server", server.run)
-    try:
-        yield
-    finally:
-        server.stop()
-        thread.result(DEADLINE_S)
-
-
 def test_an_environment_that_has_changed_since_it_was_described_ends_the_run():
     flags = polybeast.parse_flags(["--seed", "1"])
     with tempfile.TemporaryDirectory(prefix="tb") as folder:
         address = f"unix:{folder}/s"
-        with served(address, "Catch"):
+        with served(toys.Catch, address, num_envs=1, name="Catch"):
             raw = libtorchbeast.describe(address, info_keys=flags.info_keys)
         actors = libtorchbeast.ActorPool(
             5,
@@ -76,7 +63,7 @@ def test_an_environment_that_has_changed_since_it_was_described_ends_the_run():
             named_rows=True,
             **pool.stream_options(flags, codec.decode_welcome(raw)),
         )
-        with served(address, "Pong"):
+        with served(toys.Catch, address, num_envs=1, name="Pong"):
             running = start_thread("pool", pool.run_actors, flags, actors)
             said = (
                 "differs from the server that the model was made for: env is 'Pong', "

@@ -7,10 +7,8 @@ import errno
 import itertools
 import os
 import re
-import signal
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,14 +21,14 @@ import psutil
 import pytest
 
 import libtorchbeast
-from core.remote import codec, env_server, stream
+from core.remote import codec, stream
 from core.remote.messages import ToLearner
-from core.running.supervise import start_thread
 from tests import counting_env
-from tests.conftest import DEADLINE_S, wait_until
+from tests.conftest import Program, wait_until
 
 pytest.importorskip("grpc", reason="pip install grpcio")
 from tests.env_client import EnvClient  # noqa: E402
+from tools.runs import num_rows  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "correct-horse-battery-staple"
@@ -74,66 +72,36 @@ write("begin", sys.orig_argv)
 """
 
 
-class Run:
-    """`python -m program` in a process of its own, with nothing to mask modes."""
+class Run(Program):
+    """A running `python -m <module>`, with nothing to mask modes."""
 
-    def __init__(self, folder: Path, program: str, *flags: str, **env: str):
+    def __init__(self, folder: Path, module: str, *flags: str, **env: str):
         self.folder = folder / "runs" / "x"
-        self.output = folder / f"{program}.txt"
-        with self.output.open("w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", program, *flags],
-                cwd=ROOT,
-                env={**os.environ, **env},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                umask=0,
-            )
+        command = [sys.executable, "-m", module, *flags]
+        output, env = folder / f"{module}.txt", {**os.environ, **env}
+        super().__init__(output, *command, env=env, umask=0)
 
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def family(self) -> list[psutil.Process]:
-        me = psutil.Process(self.process.pid)
-        return [me, *me.children(recursive=True)]
-
-    def num_rows(self) -> int:
-        path = self.folder / "logs.csv"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+    def processes(self) -> list[psutil.Process]:
+        return [psutil.Process(self.pid), *self.family()]
 
     def wait_for_rows(self, n: int) -> None:
         """Wait for n more rows of the log."""
-        n += self.num_rows()
-        wait_until(lambda: self.num_rows() >= n or self.process.poll() is not None)
-        assert self.process.poll() is None, self.text()
+        n += num_rows(self.folder)
+        self.wait_for(lambda: num_rows(self.folder) >= n)
+        assert self.is_alive(), self.text()
 
     def listeners(self) -> list[tuple[str, int]]:
         """Return where its processes listen for TCP, and any UDP sockets."""
         return [
             tuple(connection.laddr)
-            for process in self.family()
+            for process in self.processes()
             for connection in process.net_connections("inet")
             if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
         ]
 
     def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(DEADLINE_S)
-
-
-@contextlib.contextmanager
-def running(*args, **env) -> Iterator[Run]:
-    run = Run(*args, **env)
-    try:
-        yield run
-    finally:
-        if run.process.poll() is None:
-            family = run.family()
-            for process in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            run.process.wait()
+        self.process.terminate()
+        return self.wait()
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +117,11 @@ def polybeast_run(tmp_path_factory) -> SimpleNamespace:
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {"PYTHONPATH": path, "AUDIT_LOG": str(folder / "audit"), "MY_TOKEN": SECRET}
     flags = [*RUN, *LOCAL, "--savedir", str(folder / "runs")]
-    with running(folder, "polybeast", *flags, **env) as run:
+    with Run(folder, "polybeast", *flags, **env) as run:
         run.wait_for_rows(3)
         began = time.monotonic()
-        [servers] = run.family()[0].children()
-        sockets = {c.laddr for p in run.family() for c in p.net_connections("unix")}
+        [servers] = psutil.Process(run.pid).children()
+        sockets = {c.laddr for p in run.processes() for c in p.net_connections("unix")}
         modes = {
             Path(path): stat.S_IMODE(os.stat(path).st_mode)
             for path in sockets
@@ -169,7 +137,7 @@ def polybeast_run(tmp_path_factory) -> SimpleNamespace:
         )
         guard = servers.children()[0]
         guard.children()[0].kill()
-        wait_until(lambda: "connected again" in run.text())
+        run.wait_for_text("connected again")
         run.wait_for_rows(3)
         assert run.stop() == 75, run.text()
     seen.audit = [
@@ -211,21 +179,20 @@ def test_a_polybeast_run_listens_at_unix_sockets_only(polybeast_run):
 def test_a_monobeast_run_listens_nowhere(tmp_path):
     flags = [*RUN, "--num_actors", "1", "--envs_per_actor", "4"]
     flags += ["--savedir", str(tmp_path / "runs")]
-    with running(tmp_path, "monobeast", *flags) as run:
+    with Run(tmp_path, "monobeast", *flags) as run:
         run.wait_for_rows(3)
-        assert len(run.family()) >= 2
+        assert len(run.processes()) >= 2
         assert run.listeners() == []
 
 
-def serving(tmp_path: Path, *flags: str):
-    return running(
-        tmp_path, "polybeast_env", "--env", "Catch", "--num_servers", "1", *flags
-    )
+def serving(tmp_path: Path, *flags: str) -> Run:
+    flags = ("--env", "Catch", "--num_servers", "1", *flags)
+    return Run(tmp_path, "polybeast_env", *flags)
 
 
 def test_environment_servers_listen_to_this_machine_only(tmp_path):
     with serving(tmp_path) as run:  # At the default port.
-        wait_until(lambda: "Serving" in run.text() or run.process.poll() is not None)
+        wait_until(lambda: "Serving" in run.text() or not run.is_alive())
         if "in use" in run.text():
             pytest.skip("somebody has the default port")
         listeners = run.listeners()
@@ -235,7 +202,7 @@ def test_environment_servers_listen_to_this_machine_only(tmp_path):
 def test_listeners_for_other_machines_would_be_seen(tmp_path):
     """Or the tests above could not fail."""
     with serving(tmp_path, "--server_address", "0.0.0.0:0", "--insecure") as run:
-        wait_until(lambda: "Serving" in run.text() or run.process.poll() is not None)
+        run.wait_for_text("Serving")
         assert not all(map(is_loopback, run.listeners()))
 
 
@@ -278,7 +245,7 @@ def test_other_users_cannot_connect_to_a_socket_in_an_open_folder(
 ):
     flags = ["--server_address", f"unix:{open_folder}/s"]
     with serving(tmp_path, *flags) as run:
-        wait_until(lambda: "Serving" in run.text())
+        run.wait_for_text("Serving")
         assert connect_as_nobody(Path(open_folder, "s")) == errno.EACCES
 
 
@@ -408,30 +375,14 @@ def test_a_run_writes_nothing_of_the_process_environment(polybeast_run):
 # -------------------------------------------------------------------- hostile strangers
 
 
-@pytest.fixture
-def serve() -> Iterator:
-    """Start a server in this process, at a TCP port; return its address."""
-    servers = []
-
-    def start(server: env_server.Server) -> str:
-        server.start()
-        servers.append((server, start_thread("server", server.run)))
-        return server.address
-
-    yield start
-    for server, thread in servers:
-        server.stop()
-        thread.result(DEADLINE_S)
-
-
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5)
 
 
 @pytest.mark.parametrize("said", [[PREFACE], [PREFACE[:10], b""]])
 def test_200_connections_that_say_no_more_keep_nobody_out(serve, said):
     # Unanswered pings would end these connections, too, but later.
-    server = env_server.Server(counting_env.make, "127.0.0.1:0", keepalive_s=600)
-    address = serve(server)
+    options = {"address": "127.0.0.1:0", "keepalive_s": 600}
+    address = serve(counting_env.make, **options).address
     host, _, port = address.rpartition(":")
     with contextlib.ExitStack() as stack:
         strangers = [
@@ -470,7 +421,7 @@ def welcome_once_then_send_too_much(self, hello, place):
 
 def test_a_server_that_sends_more_than_its_spec_is_given_up(serve, monkeypatch):
     monkeypatch.setattr(stream.Stream, "play", welcome_once_then_send_too_much)
-    address = serve(env_server.Server(counting_env.make, "127.0.0.1:0"))
+    address = serve(counting_env.make, address="127.0.0.1:0").address
     pool = libtorchbeast.ActorPool(
         5,
         libtorchbeast.BatchingQueue(maximum_batch_size=1),

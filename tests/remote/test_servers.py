@@ -40,7 +40,8 @@ from core.running import machine, signals
 from core.running.machine import num_cores
 from core.running.supervise import start_thread
 from tests import counting_env, fault_env
-from tests.conftest import DEADLINE_S, ended, fill, free_ports, wait_until
+from tests.conftest import DEADLINE_S, Program, ended, fill, free_ports, wait_until
+from tests.python import run_python
 from tests.trainers import bodies
 
 grpc = pytest.importorskip("grpc", reason="pip install grpcio")
@@ -56,25 +57,6 @@ from tests.env_client import (  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 K = 3
-
-
-@pytest.fixture
-def serve(folder):
-    """Start servers in this process; return each one's address."""
-    servers = []
-
-    def start(env_init, **options) -> env_server.Server:
-        server = env_server.Server(
-            env_init, options.pop("address", f"unix:{folder}/{len(servers)}"), **options
-        )
-        server.start()
-        servers.append((server, start_thread("server", server.run)))
-        return server
-
-    yield start
-    for server, thread in servers:
-        server.stop()
-        thread.result(DEADLINE_S)
 
 
 def actions(seed=0, num_actions=counting_env.NUM_ACTIONS, num_envs=K):
@@ -925,71 +907,28 @@ def test_an_error_of_the_environments_own_code_is_no_wrong_configuration(folder)
 # ------------------------------------------------------------------------ the program
 
 
-class Program:
-    """A running `python -m polybeast_env`."""
-
-    def __init__(self, output: Path, argv, *, ulimit=None, **options):
-        """Start it; the shell calls its `ulimit` with these words before.
-
-        No preexec_fn: in a process with gRPC's threads no Python code may run between
-        fork and exec.
-        """
-        limit = ["sh", "-c", f'ulimit {ulimit} && exec "$@"', "sh"] if ulimit else []
-        self.output = output
-        with open(output, "w") as file:
-            self.process = subprocess.Popen(
-                [*limit, sys.executable, "-m", "polybeast_env", *map(str, argv)],
-                cwd=ROOT,
-                stdout=file,
-                stderr=file,
-                **options,
-            )
-        self.pid = self.process.pid
-
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def wait(self) -> int:
-        return self.process.wait(DEADLINE_S)
-
-    def wait_for_text(self, text: str) -> None:
-        wait_until(lambda: text in self.text() or self.process.poll() is not None)
-        assert text in self.text(), self.text()
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.pid).children(recursive=True)
-
-    def servers(self) -> list[psutil.Process]:
-        """Return the processes that serve; each is its guard's child
-        (core.running.unit)."""
-        guards = psutil.Process(self.pid).children()
-        return [server for guard in guards for server in guard.children()]
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            children = self.children()
-            self.process.kill()
-            self.process.wait()
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-
-
 @pytest.fixture
-def start(tmp_path, folder):
-    """Start the program with flags; by default it serves at unix:folder/s.*."""
-    programs = []
+def start(start_program, folder):
+    """Start the program with flags; by default it serves at unix:folder/s.*.
 
-    def start(*argv, num_servers=2, address=None, **options) -> Program:
+    The shell calls its `ulimit` with those words before. No preexec_fn: in a process
+    with gRPC's threads no Python code may run between fork and exec.
+    """
+
+    def start(*argv, num_servers=2, address=None, ulimit=None, **options) -> Program:
+        limit = ["sh", "-c", f'ulimit {ulimit} && exec "$@"', "sh"] if ulimit else []
         where = ("--server_address", address or f"unix:{folder}/s")
         argv = ("--num_servers", num_servers, *where, *argv)
-        program = Program(tmp_path / f"{len(programs)}.txt", argv, **options)
-        programs.append(program)
-        return program
+        command = [*limit, sys.executable, "-m", "polybeast_env", *argv]
+        return start_program(*command, **options)
 
-    yield start
-    for program in programs:
-        program.kill()
+    return start
+
+
+def servers_of(program: Program) -> list[psutil.Process]:
+    """Return the processes that serve: each is the child of its guard."""
+    guards = psutil.Process(program.pid).children()
+    return [server for guard in guards for server in guard.children()]
 
 
 COUNTING = ("--env", "tests.counting_env:make_truncating")
@@ -1003,7 +942,7 @@ def test_servers_share_the_cores(start):
     cores = sorted(os.sched_getaffinity(0))
     program = start(*COUNTING, num_servers=2 * len(cores))
     program.wait_for_text("Serving")
-    assert sorted(server.cpu_affinity() for server in program.servers()) == [
+    assert sorted(server.cpu_affinity() for server in servers_of(program)) == [
         [core] for core in cores for _ in range(2)
     ]
 
@@ -1022,7 +961,7 @@ def test_a_signal_ends_everything(start, folder, signum):
             for i in (0, 1)
             for j in (0, 1)
         ]
-        children = program.children()
+        children = program.family()
         program.process.send_signal(signum)
         for client in clients:
             with pytest.raises(Goodbye):
@@ -1048,7 +987,7 @@ def test_a_signal_to_the_whole_group_ends_it_well(start, folder, signum):
 def test_servers_leave_ctrl_c_to_their_parent(start, folder):
     program = start(*COUNTING, num_servers=1)
     program.wait_for_text("Serving")
-    [server] = program.servers()
+    [server] = servers_of(program)
     with EnvClient(f"unix:{folder}/s") as client:
         started = time.monotonic()
         while time.monotonic() - started < 3 * signals.DUPLICATE_S:
@@ -1059,7 +998,7 @@ def test_servers_leave_ctrl_c_to_their_parent(start, folder):
 def test_servers_end_when_standard_input_closes(start, folder):
     program = start(*COUNTING, "--with_parent", stdin=subprocess.PIPE)
     program.wait_for_text("Serving")
-    children = program.children()
+    children = program.family()
     program.process.stdin.close()
     assert program.wait() == Exit.DONE
     assert ended(children)
@@ -1080,16 +1019,11 @@ def test_servers_listen_at_consecutive_ports(start):
     assert "encrypted" not in program.text()
 
 
-def test_pipes_basename_is_torchbeasts_spelling(folder):
-    program = Program(
-        Path(folder, "out"),
-        ["--num_servers", 1, "--pipes_basename", f"unix:{folder}/beast", *COUNTING],
-    )
-    try:
-        with EnvClient(f"unix:{folder}/beast.0") as client:
-            client.step(0)
-    finally:
-        program.kill()
+def test_pipes_basename_is_torchbeasts_spelling(start_program, folder):
+    flags = ["--num_servers", 1, "--pipes_basename", f"unix:{folder}/beast", *COUNTING]
+    start_program(sys.executable, "-m", "polybeast_env", *flags)
+    with EnvClient(f"unix:{folder}/beast.0") as client:
+        client.step(0)
 
 
 def test_other_machines_are_refused_without_protection(start):
@@ -1132,7 +1066,7 @@ def test_a_killed_server_comes_back_and_others_go_on(start, folder):
     ):
         before = play(steady, 25, actions())
         play(client, 25, actions())
-        program.servers()[1].kill()
+        servers_of(program)[1].kill()
         with pytest.raises(grpc.RpcError):
             while True:
                 client.step(0)
@@ -1181,7 +1115,7 @@ def test_out_of_memory_servers_are_killed_before_their_supervisor(start):
     program = start("--env", "Catch", num_servers=2)
     program.wait_for_text("Serving")
     supervisor = psutil.Process(program.pid)
-    scores = [oom_score(p.pid) for p in (supervisor, *program.servers())]
+    scores = [oom_score(p.pid) for p in (supervisor, *servers_of(program))]
     assert scores == [oom_score("self"), 1000, 1000]
 
 
@@ -1195,8 +1129,8 @@ def test_a_server_ends_with_all_that_its_environments_started(start, folder):
     for _ in range(2):
         with reconnect(f"unix:{folder}/s") as client:
             client.step(0)
-            children = program.children()
-            [server] = program.servers()
+            children = program.family()
+            [server] = servers_of(program)
             for worker in server.children():
                 names = [c.laddr for c in worker.net_connections("unix")]
                 assert f"{folder}/s" not in names  # It has no socket of the server's.
@@ -1206,7 +1140,7 @@ def test_a_server_ends_with_all_that_its_environments_started(start, folder):
     program.wait_for_text("died (killed by SIGKILL)")
     with reconnect(f"unix:{folder}/s") as client:
         client.step(0)
-        children = program.children()
+        children = program.family()
         program.process.kill()
         wait_until(lambda: ended(children))
 
@@ -1239,7 +1173,7 @@ def test_a_stopped_server_is_continued(start, folder):
     program = start("--env", "Catch", num_servers=1)
     with reconnect(f"unix:{folder}/s") as client:
         client.step(0)
-        (server,) = program.servers()
+        (server,) = servers_of(program)
         processes = server, server.parent()  # Its guard.
         for process in processes:
             process.suspend()
@@ -1301,10 +1235,9 @@ def test_an_address_in_use_is_exit_78(start, serve, folder):
 def test_sockets_of_a_killed_program_are_taken_over(start, folder):
     first = start(*COUNTING)
     first.wait_for_text("Serving")
-    children = first.children()
+    children = first.family()
     assert len(children) == 2 * 2
-    first.process.kill()
-    first.process.wait()
+    first.kill()
     wait_until(lambda: ended(children))
     assert len(os.listdir(folder)) == 4  # Two for each server.
     start(*COUNTING).wait_for_text("Serving")
@@ -1322,33 +1255,20 @@ runpy.run_module("polybeast_env", run_name="__main__")
 """
 
 
-def test_servers_need_grpcio_numpy_and_gymnasium_only(folder, tmp_path):
-    with open(tmp_path / "out", "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SMALL_MACHINE, "--env", "CartPole-v1"]
-            + ["--num_servers", "1", "--server_address", f"unix:{folder}/s"],
-            cwd=ROOT,
-            stderr=file,
-        )
-    try:
-        wait_until(lambda: os.path.exists(f"{folder}/s") or process.poll() is not None)
-        assert process.poll() is None, (tmp_path / "out").read_text()
-        with EnvClient(f"unix:{folder}/s") as client:
-            client.step(1)
-    finally:
-        process.terminate()
-        assert process.wait(DEADLINE_S) == Exit.DONE
+def test_servers_need_grpcio_numpy_and_gymnasium_only(start_program, folder):
+    flags = ["--env", "CartPole-v1", "--num_servers", 1]
+    flags += ["--server_address", f"unix:{folder}/s"]
+    program = start_program(sys.executable, "-c", SMALL_MACHINE, *flags)
+    program.wait_for(lambda: os.path.exists(f"{folder}/s"))
+    with EnvClient(f"unix:{folder}/s") as client:
+        client.step(1)
+    program.process.terminate()
+    assert program.wait() == Exit.DONE
 
 
 def test_servers_without_ale_py_say_what_atari_needs(folder):
-    done = subprocess.run(
-        [sys.executable, "-c", SMALL_MACHINE, "--env", "PongNoFrameskip-v4"]
-        + ["--num_servers", "1", "--server_address", f"unix:{folder}/s"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    flags = ["--env", "PongNoFrameskip-v4", "--num_servers", 1]
+    done = run_python(SMALL_MACHINE, *flags, "--server_address", f"unix:{folder}/s")
     assert done.returncode == Exit.CONFIG, done.stderr
     (line,) = done.stderr.splitlines()
     assert "--env PongNoFrameskip-v4" in line
@@ -1364,44 +1284,34 @@ def test_servers_recover_from_running_out_of_files(start, folder):
             attacker.setblocking(False)
             with contextlib.suppress(OSError):
                 attacker.connect(f"{folder}/s")
-        server = program.servers()[0]
+        server = servers_of(program)[0]
         wait_until(lambda: server.num_fds() >= 60)
     with reconnect(f"unix:{folder}/s") as client:
         client.step(0)
 
 
-def test_c_code_that_prints_does_not_wait_for_a_pipe_that_nobody_reads(folder):
+def test_c_code_that_prints_does_not_wait_for_a_pipe_that_nobody_reads(start, folder):
     ours, theirs = os.pipe()
     fill(theirs)
-    flags = ["--env", "tests.fault_env:make_printing_in_c", "--num_servers", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "polybeast_env", *flags]
-        + ["--server_address", f"unix:{folder}/s"],
-        cwd=ROOT,
-        stdout=theirs,
-        stderr=theirs,
-    )
+    env = "tests.fault_env:make_printing_in_c"
+    program = start("--env", env, num_servers=1, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    try:
-        with reconnect(f"unix:{folder}/s") as client:
-            for _ in range(5):
-                client.step(0)
-        text = b""
-        while b"from C" not in text:  # It is shown when somebody reads.
-            text += os.read(ours, 1 << 16)
-        process.terminate()
-        assert process.wait(DEADLINE_S) == Exit.DONE
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+    with reconnect(f"unix:{folder}/s") as client:
+        for _ in range(5):
+            client.step(0)
+    text = b""
+    while b"from C" not in text:  # It is shown when somebody reads.
+        text += os.read(ours, 1 << 16)
+    program.process.terminate()
+    assert program.wait() == Exit.DONE
+    os.close(ours)
 
 
 def test_the_limit_of_open_files_is_raised(start):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     program = start(*COUNTING, num_servers=1, ulimit="-S -n 200")
     program.wait_for_text("Serving")
-    for process in (psutil.Process(program.pid), *program.children()):
+    for process in (psutil.Process(program.pid), *program.family()):
         soft, _ = process.rlimit(psutil.RLIMIT_NOFILE)
         assert soft == min(hard, machine.OPEN_FILES)
 
@@ -1478,31 +1388,26 @@ def test_atari_is_served_as_the_flags_say(serve):
 # ------------------------------------------------------------------ somebody else's
 
 
-def test_a_foreign_server_speaks_the_protocol(folder):
+def test_a_foreign_server_speaks_the_protocol(start_program, folder):
     pytest.importorskip("grpc_tools", reason="pip install grpcio-tools")
     address = f"unix:{folder}/f"
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "examples" / "foreign_server.py", address], cwd="/"
-    )
-    try:
-        assert describe(address).env == "Echo"
-        assert describe(address).options == ()  # It may leave them out.
-        with pytest.raises(ServerFailure, match="speaks protocol 1, not 2"):
-            EnvClient(address, protocol=2)
-        with EnvClient(address, seed=3) as client:
-            assert client.rows["done"].all()
-            for step in range(1, 21):
-                bits = client.rows["observation"][:, 1].astype(int)
-                rows = client.step(bits)
-                assert (rows["reward"] == 1).all()
-                assert (rows["last_action"] == bits).all()
-                assert (rows["episode_step"] == (step - 1) % 10 + 1).all()
-                assert (rows["done"] == (step % 10 == 0)).all()
-                assert (rows["episode_return"] == rows["episode_step"]).all()
-            assert (rows["info"]["game_return"] == 10).all()
-            rows = client.step(1 - rows["observation"][:, 1].astype(int))
-            assert (rows["reward"] == 0).all()
-            assert np.isnan(rows["info"]["game_return"]).all()
-    finally:
-        process.kill()
-        process.wait()
+    script = ROOT / "examples" / "foreign_server.py"
+    start_program(sys.executable, script, address, cwd="/")
+    assert describe(address).env == "Echo"
+    assert describe(address).options == ()  # It may leave them out.
+    with pytest.raises(ServerFailure, match="speaks protocol 1, not 2"):
+        EnvClient(address, protocol=2)
+    with EnvClient(address, seed=3) as client:
+        assert client.rows["done"].all()
+        for step in range(1, 21):
+            bits = client.rows["observation"][:, 1].astype(int)
+            rows = client.step(bits)
+            assert (rows["reward"] == 1).all()
+            assert (rows["last_action"] == bits).all()
+            assert (rows["episode_step"] == (step - 1) % 10 + 1).all()
+            assert (rows["done"] == (step % 10 == 0)).all()
+            assert (rows["episode_return"] == rows["episode_step"]).all()
+        assert (rows["info"]["game_return"] == 10).all()
+        rows = client.step(1 - rows["observation"][:, 1].astype(int))
+        assert (rows["reward"] == 0).all()
+        assert np.isnan(rows["info"]["game_return"]).all()

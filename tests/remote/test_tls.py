@@ -16,7 +16,6 @@ import socket
 import ssl
 import stat
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,11 +27,10 @@ import libtorchbeast
 import polybeast
 import polybeast_env
 from core.errors import ConfigError
-from core.remote import codec, env_server, tls
+from core.remote import codec, tls
 from core.remote import greet as greet_module
 from core.remote import pool as pool_module
 from core.remote.server_lists import ServerList
-from core.running.supervise import start_thread
 from tests import counting_env
 from tests.conftest import DEADLINE_S, wait_until
 
@@ -85,22 +83,14 @@ def any_certificate(monkeypatch):
 
 
 @pytest.fixture
-def start_server():
+def start_server(serve):
     """Start a server in this process; return its address."""
-    servers = []
 
     def start(tls_dir: Path | None, address: str = "localhost:0") -> str:
-        server = env_server.Server(
-            counting_env.make, address, num_envs=K, tls_dir=tls_dir and str(tls_dir)
-        )
-        server.start()
-        servers.append((server, start_thread("server", server.run)))
-        return server.address
+        options = {"num_envs": K, "tls_dir": tls_dir and str(tls_dir)}
+        return serve(counting_env.make, address=address, **options).address
 
-    yield start
-    for server, thread in servers:
-        server.stop()
-        thread.result(DEADLINE_S)
+    return start
 
 
 def describe(address: str, tls_dir: Path | None, timeout_s: float = 0.3):
@@ -323,24 +313,22 @@ def test_the_learner_stops_if_a_servers_certificate_is_wrong(
     assert "Handshake failed" not in capfd.readouterr().err  # gRPC's own words.
 
 
-def test_a_run_learns_over_tls(start, folders, tmp_path):
+def test_a_run_learns_over_tls(start, start_program, folders, tmp_path):
     command = [sys.executable, "-m", "polybeast_env", "--env", "Catch"]
-    command += ["--server_address", "localhost:0", "--num_servers", "1"]
-    command += ["--envs_per_stream", "2", "--tls_dir", str(folders["right"])]
-    servers = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    try:
-        assert servers.stderr is not None
-        address = re.search(r"at (localhost:\d+): 1 server", servers.stderr.readline())
-        assert address is not None
-        program = start(
-            *("--xpid", "x", "--total_steps", 1000, "--batch_size", 4),
-            *("--server_addresses", address[1], "--tls_dir", folders["learner"]),
-            module="polybeast",
-        )
-        assert program.wait() == 0, program.text()
-    finally:
-        servers.terminate()
-        servers.communicate(timeout=DEADLINE_S)
+    command += ["--server_address", "localhost:0", "--num_servers", 1]
+    command += ["--envs_per_stream", 2, "--tls_dir", folders["right"]]
+    servers = start_program(*command)
+    servers.wait_for_text(": 1 server")
+    address = re.search(r"at (localhost:\d+): 1 server", servers.text())
+    assert address is not None
+    program = start(
+        *("--xpid", "x", "--total_steps", 1000, "--batch_size", 4),
+        *("--server_addresses", address[1], "--tls_dir", folders["learner"]),
+        module="polybeast",
+    )
+    assert program.wait() == 0, program.text()
+    servers.process.terminate()
+    servers.wait()
     assert "INSECURE" not in program.text()
     meta = (tmp_path / "runs" / "x" / "meta.json").read_text()
     assert str(folders["learner"]) in meta and "BEGIN" not in meta

@@ -5,8 +5,10 @@ Seen red: with cores that are not handed out or not given back, without the
 parent-death signal, and with runs that are started again although they are finished.
 """
 
+import contextlib
 import csv
 import fcntl
+import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import psutil
 import pytest
 
 from core.running.folder import read_meta
-from tests.conftest import DEADLINE_S, Program, ended, wait_until
+from tests.conftest import DEADLINE_S, Forked, Program, ended, wait_until
 from tools import sweep
 
 FAKE = 'program = "tests.fake_trainer"\n'
@@ -39,17 +41,15 @@ def toml(tmp_path) -> Callable[[str], Path]:
 @pytest.fixture
 def start_sweep(_context, tmp_path) -> Iterator[Callable[[Path], Program]]:
     """Start a sweep; at the end it is killed, which stops its runs."""
-    programs: list[Program] = []
+    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
 
-    def start(path: Path) -> Program:
-        output = tmp_path / f"sweep-{len(programs)}.txt"
-        programs.append(Program(_context, "tools.sweep", [str(path)], output, {}))
-        return programs[-1]
+        def start(path: Path) -> Program:
+            output = tmp_path / f"sweep-{next(numbers)}.txt"
+            sweep = Forked(_context, "tools.sweep", [str(path)], output, {})
+            return stack.enter_context(sweep)
 
-    yield start
-    for program in programs:
-        if program.is_alive():
-            program.kill()
+        yield start
 
 
 def starts(folder: Path) -> list[list[str]]:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both programs act in a space of every kind at once, with a mask, in every mode."""
 
-import contextlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,9 +11,6 @@ import torch
 import monobeast
 import polybeast
 from core.errors import Exit
-from core.remote import env_server
-from core.running.supervise import start_thread
-from tests.conftest import DEADLINE_S
 from tests.normalization_flags import obeyed
 from tests.trainers import bodies
 from tools.nemesis import programs
@@ -59,49 +54,45 @@ def test_monobeast_acts_in_every_kind_of_space_with_the_same_bits(tmp_path, caps
     play_greedily(monobeast, tmp_path, capsys)
 
 
-def test_polybeast_acts_in_every_kind_of_space(tmp_path, capsys):
-    address = f"unix:{tmp_path}/s"
-    server = env_server.Server(bodies.masked, address, num_envs=2, name=ENV)
-    server.start()
-    thread = start_thread("server", server.run)
-    try:
-        flags = [*FLAGS, "--server_addresses", address, "--savedir", tmp_path]
-        for total_steps in (30, 60):
-            run(polybeast, *flags, "--xpid", "x", "--total_steps", total_steps)
-    finally:
-        server.stop()
-        thread.result(timeout=DEADLINE_S)
+def test_polybeast_acts_in_every_kind_of_space(serve, tmp_path, capsys):
+    address = serve(bodies.masked, num_envs=2, name=ENV).address
+    flags = [*FLAGS, "--server_addresses", address, "--savedir", tmp_path]
+    for total_steps in (30, 60):
+        run(polybeast, *flags, "--xpid", "x", "--total_steps", total_steps)
     # An illegal action would have ended a stream.
     last = log_rows(tmp_path / "x")[-1]
     assert (last["reconnects"], last["steps_discarded"]) == ("0", "0")
     play_greedily(polybeast, tmp_path, capsys)
 
 
-@contextlib.contextmanager
-def another_make(address, *args):
+@pytest.fixture
+def another_make(start_program, folder):
+    """Start a server of another make; return its address."""
     pytest.importorskip("grpc_tools", reason="pip install grpcio-tools")
     script = Path(__file__).with_name("foreign_body.py")
-    server = subprocess.Popen([sys.executable, script, address, *args])
-    try:
-        yield
-    finally:
-        server.kill()
-        server.wait()
+
+    def start(*args) -> str:
+        start_program(sys.executable, script, address := f"unix:{folder}/s", *args)
+        return address
+
+    return start
 
 
-def test_polybeast_acts_in_every_kind_of_space_of_a_server_of_another_make(tmp_path):
+def test_polybeast_acts_in_every_kind_of_space_of_a_server_of_another_make(
+    another_make, tmp_path
+):
     flags = [*FLAGS, "--savedir", tmp_path, "--xpid", "x", "--total_steps", 100]
-    with another_make(address := f"unix:{tmp_path}/s"):
-        run(polybeast, *flags, "--server_addresses", address)
+    run(polybeast, *flags, "--server_addresses", another_make())
     # The server's failure after an illegal action would have ended the run.
     last = log_rows(tmp_path / "x")[-1]
     assert (last["reconnects"], last["mean_episode_return"]) == ("0", "5")
 
 
-def test_a_server_of_another_make_whose_mask_allows_nothing_is_named(tmp_path, capsys):
+def test_a_server_of_another_make_whose_mask_allows_nothing_is_named(
+    another_make, tmp_path, capsys
+):
     flags = [*FLAGS, "--savedir", tmp_path, "--xpid", "x", "--total_steps", 100]
-    with another_make(address := f"unix:{tmp_path}/s", "stuck"):
-        flags += ["--server_addresses", address]
-        assert polybeast.main([str(flag) for flag in flags]) == Exit.INTERNAL
+    flags += ["--server_addresses", another_make("stuck")]
+    assert polybeast.main([str(flag) for flag in flags]) == Exit.INTERNAL
     last = capsys.readouterr().err.splitlines()[-1]
     assert "action_mask of environment 0 in this stream allows none of 3 values" in last

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +23,7 @@ import pytest
 
 from core.environments.stepping import env_seed
 from core.environments.toys import Catch
-from core.remote import env_server
-from core.running.supervise import start_thread
-from tests.conftest import DEADLINE_S, Program, ended, free_ports, wait_until
+from tests.conftest import Program, ended, free_ports, wait_until
 from tools.runs import load, log_rows, num_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,29 +53,20 @@ def run_dir(tmp_path) -> Path:
 
 
 @pytest.fixture
-def serve(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Start `python -m polybeast_env` with flags; its words go to servers.txt."""
-    processes: list[subprocess.Popen] = []
+def start_servers(start_program) -> Iterator[Callable[..., Program]]:
+    """Start `python -m polybeast_env` with flags; SIGTERM ends it."""
+    programs: list[Program] = []
 
-    def serve(*flags: object) -> subprocess.Popen:
+    def start_servers(*flags: object) -> Program:
         command = [sys.executable, "-m", "polybeast_env", *flags]
-        with (tmp_path / "servers.txt").open("a") as output:
-            processes.append(
-                subprocess.Popen(
-                    [str(word) for word in command],
-                    cwd=REPOSITORY,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
-            )
-        return processes[-1]
+        programs.append(start_program(*command))
+        return programs[-1]
 
-    yield serve
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.wait(DEADLINE_S)
+    yield start_servers
+    for program in programs:
+        program.process.terminate()
+    for program in programs:
+        program.wait()
 
 
 def meta(run_dir: Path) -> dict[str, Any]:
@@ -279,13 +267,13 @@ def test_a_hung_server_is_replaced_and_training_goes_on(train, run_dir):
 
 
 def test_a_learner_gives_up_on_a_server_whose_own_supervisor_does_not(
-    train, serve, run_dir, folder, monkeypatch
+    train, start_servers, run_dir, folder, monkeypatch
 ):
     flags = ["--env", "tests.fault_env:make_hanging_in_some", "--num_servers", 1]
     flags += ["--streams_per_server", 1, "--envs_per_stream", K, "--server_address"]
-    serve(*flags, f"unix:{folder}/plays")
+    start_servers(*flags, f"unix:{folder}/plays")
     monkeypatch.setenv("HANGS", "")
-    serve(*flags, f"unix:{folder}/hangs")
+    start_servers(*flags, f"unix:{folder}/hangs")
     addresses = f"unix:{folder}/hangs,unix:{folder}/plays"
     options = ["--env_step_timeout_s", 1, "--total_steps", ENDLESS]
     program = train(*SIZES, "--server_addresses", addresses, *options)
@@ -366,7 +354,7 @@ def test_rollouts_that_cannot_fit_into_memory_are_refused_at_the_start(train):
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 def test_servers_elsewhere_may_come_late_and_come_again(
-    train, serve, run_dir, folder, kind
+    train, start_servers, run_dir, folder, kind
 ):
     if kind == "tcp":
         first = f"127.0.0.1:{(port := free_ports(N))}"
@@ -378,7 +366,7 @@ def test_servers_elsewhere_may_come_late_and_come_again(
 
     flags = ["--env", "Catch", "--server_address", first, "--num_servers", N]
     flags += ["--streams_per_server", 1, "--envs_per_stream", K]
-    servers = serve(*flags)
+    servers = start_servers(*flags)
 
     def are_all_connected() -> bool:
         return num_rows(run_dir) > 0 and int(log_rows(run_dir)[-1]["streams"]) == N
@@ -386,9 +374,9 @@ def test_servers_elsewhere_may_come_late_and_come_again(
     program.wait_for(are_all_connected)
     assert meta(run_dir)["flags"]["env"] == "Catch"
 
-    servers.terminate()
-    assert servers.wait(DEADLINE_S) == 0
-    servers = serve(*flags)
+    servers.process.terminate()
+    assert servers.wait() == 0
+    servers = start_servers(*flags)
 
     def has_come_back() -> bool:
         row = log_rows(run_dir)[-1]
@@ -398,7 +386,7 @@ def test_servers_elsewhere_may_come_late_and_come_again(
     rows = num_rows(run_dir)
     program.wait_for(lambda: num_rows(run_dir) > rows + 3)
     stop(program)
-    assert servers.poll() is None  # They serve the next learner.
+    assert servers.is_alive()  # They serve the next learner.
 
 
 # gRPC starts and ends these threads when it likes: one more timer thread whenever a
@@ -417,12 +405,14 @@ def threads_and_files(program: Program) -> tuple[int, int]:
     return num_threads, process.num_fds()
 
 
-def test_servers_come_and_go_with_a_file(train, serve, run_dir, folder, tmp_path):
+def test_servers_come_and_go_with_a_file(
+    train, start_servers, run_dir, folder, tmp_path
+):
     flags = ["--env", "Catch", "--num_servers", 1, "--streams_per_server", 1]
     flags += ["--envs_per_stream", K, "--server_address"]
     addresses = [f"unix:{folder}/{name}" for name in "ab"]
     for address in addresses:
-        serve(*flags, address)
+        start_servers(*flags, address)
     hosts = tmp_path / "hosts"
     hosts.write_text("# None yet.\n")
     program = train(
@@ -469,10 +459,11 @@ def test_servers_come_and_go_with_a_file(train, serve, run_dir, folder, tmp_path
 
 
 def test_streams_that_do_not_fill_a_batch_are_refused_with_both_numbers(
-    train, serve, run_dir, folder
+    train, start_servers, run_dir, folder
 ):
-    serve("--env", "Catch", "--server_address", f"unix:{folder}/s", "--num_servers", 1)
-    program = train("--server_addresses", f"unix:{folder}/s", "--batch_size", 12)
+    address = f"unix:{folder}/s"
+    start_servers("--env", "Catch", "--server_address", address, "--num_servers", 1)
+    program = train("--server_addresses", address, "--batch_size", 12)
     assert program.wait() == 78, program.text()
     last = program.text().splitlines()[-1]
     assert "--batch_size is 12" in last and "--envs_per_stream (8)" in last
@@ -481,11 +472,12 @@ def test_streams_that_do_not_fill_a_batch_are_refused_with_both_numbers(
 
 
 def test_servers_of_another_environment_are_refused_with_both_names(
-    train, serve, run_dir, folder
+    train, start_servers, run_dir, folder
 ):
-    serve("--env", "Catch", "--server_address", f"unix:{folder}/s", "--num_servers", 1)
+    address = f"unix:{folder}/s"
+    start_servers("--env", "Catch", "--server_address", address, "--num_servers", 1)
     env = "PongNoFrameskip-v4"  # What it would be without --server_addresses.
-    program = train("--server_addresses", f"unix:{folder}/s", "--env", env)
+    program = train("--server_addresses", address, "--env", env)
     assert program.wait() == 78, program.text()
     assert f"--env is {env} but the servers serve Catch" in program.text()
     assert "Traceback" not in program.text()
@@ -493,11 +485,11 @@ def test_servers_of_another_environment_are_refused_with_both_names(
 
 
 def test_servers_that_differ_end_the_run_with_a_checkpoint(
-    train, serve, run_dir, folder
+    train, start_servers, run_dir, folder
 ):
     for env in ("Catch", "Memory"):
         address = f"unix:{folder}/{env}"
-        serve("--env", env, "--server_address", address, "--num_servers", 1)
+        start_servers("--env", env, "--server_address", address, "--num_servers", 1)
     both = f"unix:{folder}/Catch,unix:{folder}/Memory"
     program = train("--server_addresses", both, "--total_steps", ENDLESS)
     assert program.wait() == 78, program.text()
@@ -508,12 +500,12 @@ def test_servers_that_differ_end_the_run_with_a_checkpoint(
 
 
 def test_a_newcomer_that_differs_is_refused_and_the_run_goes_on(
-    train, serve, run_dir, folder, tmp_path
+    train, start_servers, run_dir, folder, tmp_path
 ):
     addresses = [f"unix:{folder}/{env}" for env in ("Catch", "Memory")]
     for env, address in zip(("Catch", "Memory"), addresses):
         flags = ["--num_servers", 1, "--streams_per_server", 1, "--envs_per_stream", K]
-        serve("--env", env, "--server_address", address, *flags)
+        start_servers("--env", env, "--server_address", address, *flags)
     hosts = tmp_path / "hosts"
     hosts.write_text(addresses[0])
     program = train(*SIZES, "--server_addresses", f"@{hosts}", "--total_steps", ENDLESS)
@@ -528,12 +520,12 @@ def test_a_newcomer_that_differs_is_refused_and_the_run_goes_on(
 
 
 def test_a_first_server_that_differs_is_refused_and_the_start_waits_for_others(
-    train, serve, run_dir, folder, tmp_path
+    train, start_servers, run_dir, folder, tmp_path
 ):
     addresses = {env: f"unix:{folder}/{env}" for env in ("Catch", "Memory")}
     for env, address in addresses.items():
         flags = ["--num_servers", 1, "--streams_per_server", 1, "--envs_per_stream", K]
-        serve("--env", env, "--server_address", address, *flags)
+        start_servers("--env", env, "--server_address", address, *flags)
     hosts = tmp_path / "hosts"
     hosts.write_text(addresses["Catch"])
     flags = [*SIZES, "--server_addresses", f"@{hosts}", "--total_steps", ENDLESS]
@@ -551,24 +543,16 @@ def test_a_first_server_that_differs_is_refused_and_the_start_waits_for_others(
 
 
 def test_frames_options_and_the_runs_name_are_as_the_servers_say(
-    start, tmp_path, folder
+    start, serve, tmp_path
 ):
     options = {"frame_skip": 3, "sticky_actions": 0.25, "difficulty": "hard"}
-    server = env_server.Server(
-        Catch, f"unix:{folder}/s", num_envs=4, frames_per_step=3, options=options
+    server = serve(Catch, num_envs=4, frames_per_step=3, options=options)
+    program = start(
+        *("--xpid", "{env}-1", *SIZES, "--total_steps", 3 * BATCH),
+        *("--server_addresses", server.address),
+        module="polybeast",
     )
-    server.start()
-    thread = start_thread("server", server.run)
-    try:
-        program = start(
-            *("--xpid", "{env}-1", *SIZES, "--total_steps", 3 * BATCH),
-            *("--server_addresses", server.address),
-            module="polybeast",
-        )
-        assert program.wait() == 0, program.text()
-    finally:
-        server.stop()
-        thread.result(DEADLINE_S)
+    assert program.wait() == 0, program.text()
     run_dir = tmp_path / "runs" / "Catch-1"
     last = log_rows(run_dir)[-1]
     assert (int(last["step"]), int(last["frames"])) == (60, 180)

@@ -15,9 +15,8 @@ import torch
 from torch.distributed import TCPStore
 
 from core.environments.toys import Catch
-from core.remote.env_server import Server
 from core.running import checkpoint
-from tests.conftest import DEADLINE_S, ended, wait_until
+from tests.conftest import ended, wait_until
 from tests.normalization_flags import obeyed
 from tests.trainers.several import environments, start_learners
 from tools.nemesis.programs import Program
@@ -109,19 +108,15 @@ def test_a_killed_learner_ends_the_other_with_a_checkpoint(start, tmp_path):
     assert newest(tmp_path).step >= int(log_rows(run_dir)[-1]["step"])
 
 
-def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, background):
+def test_a_learner_whose_servers_are_away_ends_the_run(start, serve, tmp_path):
     pytest.importorskip("polybeast", reason="needs the extension")
-    servers = [Server(Catch, f"unix:{tmp_path}/{i}", num_envs=2) for i in range(2)]
-    for server in servers:
-        server.start()
-    running = [background(server.run) for server in servers]
+    servers = [serve(Catch, num_envs=2) for _ in range(2)]
     flags = [*FLAGS, "--total_steps", 10**7, "--stall_timeout_s", 3]
     flags += ["--server_addresses", ",".join(server.address for server in servers)]
     programs = start_learners(start, *flags, module="polybeast")
     run_dir = tmp_path / "runs" / "x"
     wait_until(lambda: num_rows(run_dir) > 2)
     servers[1].stop()
-    running[1].result(DEADLINE_S)
     assert [p.wait() for p in programs] == [70, 70], [p.text() for p in programs]
     reason = (
         "LearnerLost: learner 1 of 2 did not answer within 3 s (--stall_timeout_s): "
@@ -133,7 +128,6 @@ def test_a_learner_whose_servers_are_away_ends_the_run(start, tmp_path, backgrou
         f"learner 1: LearnerLost: learner 0 of 2 has ended: {reason}",
     ]
     assert newest(tmp_path).step >= int(log_rows(run_dir)[-1]["step"])
-    servers[0].stop()
 
 
 LAUNCHER = (sys.executable, "-m", "tools.learners", "--standalone")
@@ -142,14 +136,9 @@ LAUNCHER += ("--nproc_per_node", "2", "--no_python")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_learner_ends_the_run_under_its_launcher(
-    tmp_path, background, victim
-):
+def test_a_stopped_learner_ends_the_run_under_its_launcher(serve, tmp_path, victim):
     pytest.importorskip("polybeast", reason="needs the extension")
-    servers = [Server(Catch, f"unix:{tmp_path}/{i}", num_envs=2) for i in range(2)]
-    for server in servers:
-        server.start()
-        background(server.run)
+    servers = [serve(Catch, num_envs=2) for _ in range(2)]
     flags = [*FLAGS, "--total_steps", 10**7, "--stall_timeout_s", 3]
     flags += ["--server_addresses", ",".join(server.address for server in servers)]
     flags += ["--checkpoint_interval_s", 0.1]

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -252,19 +251,14 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(
 
 
 @pytest.mark.parametrize("module", ["monobeast", "polybeast", "polybeast_env"])
-def test_ctrl_c_while_python_imports_ends_a_program_without_a_word(module):
-    with subprocess.Popen(
-        [sys.executable, "-m", module],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        maps = Path(f"/proc/{process.pid}/maps")
-        wait_until(lambda: "_multiarray_umath" in maps.read_text())  # NumPy's.
-        process.send_signal(signal.SIGINT)
-        text, _ = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, text) == (-signal.SIGINT, "")
+def test_ctrl_c_while_python_imports_ends_a_program_without_a_word(
+    start_program, module
+):
+    program = start_program(sys.executable, "-m", module)
+    maps = Path(f"/proc/{program.pid}/maps")
+    wait_until(lambda: "_multiarray_umath" in maps.read_text())  # NumPy's.
+    program.process.send_signal(signal.SIGINT)
+    assert (program.wait(), program.text()) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +271,7 @@ def test_ctrl_c_while_python_imports_ends_a_program_without_a_word(module):
     ],
 )
 def test_a_signal_to_the_whole_process_group_is_one_to_the_run(
-    tmp_path, module, sizes, signum
+    start_program, tmp_path, module, sizes, signum
 ):
     """As by Ctrl-C in a terminal, or by its end: real programs, as a user starts them.
 
@@ -289,29 +283,19 @@ def test_a_signal_to_the_whole_process_group_is_one_to_the_run(
         command += ["--start_method", "forkserver"]
     unread, stderr = os.pipe()
     fill(stderr)
-    with subprocess.Popen(
-        [str(word) for word in command],
-        cwd=REPOSITORY,
-        start_new_session=True,  # A process group of its own, as a shell would make.
-        stdout=stderr,
-        stderr=stderr,
-    ) as process:
-        os.close(stderr)
-        try:
-            wait_until(
-                lambda: num_rows(tmp_path / "x") >= 3 or process.poll() is not None
-            )
-            family = psutil.Process(process.pid).children(recursive=True)
-            # Three actors, fork server, resource tracker; or a supervisor, and two
-            # servers with a guard each.
-            assert len(family) >= 5
-            os.killpg(process.pid, signum)
-            process.wait(DEADLINE_S)
-        finally:
-            process.kill()
-            os.close(unread)
+    group = {"start_new_session": True}  # A process group, as a shell would make.
+    program = start_program(*command, **group, stdout=stderr, stderr=stderr)
+    os.close(stderr)
+    program.wait_for(lambda: num_rows(tmp_path / "x") >= 3)
+    family = program.family()
+    # Three actors, fork server, resource tracker; or a supervisor, and two servers
+    # with a guard each.
+    assert len(family) >= 5
+    os.killpg(program.pid, signum)
+    status = program.wait()
+    os.close(unread)
     text = (tmp_path / "x" / "out.log").read_text()
-    assert process.returncode == 75, text
+    assert status == 75, text
     assert f"Stopped by {signum.name}" in text and "chatter" in text
     assert f"{signum.name}: stopping" not in text  # The servers did not hear it.
     assert "Traceback" not in text
