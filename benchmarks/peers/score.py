@@ -11,6 +11,7 @@ SCORES. README.md has the settings.
 import argparse
 import contextlib
 import functools
+import math
 import os
 import re
 import statistics
@@ -73,7 +74,7 @@ def measure(
     Raises:
       RuntimeError: the program told no return.
     """
-    began, best = time.monotonic(), -float("inf")
+    began, best = time.monotonic(), -math.inf
     result: dict[str, float | int | None] = {"seconds": None, "steps": None}
     child = subprocess.Popen(
         command,
@@ -93,7 +94,7 @@ def measure(
     finally:
         limit.cancel()
         kill_tree(child)
-    if best == -float("inf"):
+    if best == -math.inf:
         raise RuntimeError(f"{command} told no return of 100 games")
     return {**result, "best": best}
 
@@ -145,8 +146,9 @@ def print_table(work: str, measured: dict[str, list[dict]]) -> None:
             else f"not (best {result['best']:.4g})"
             for result in results
         ]
-        seconds = [result["seconds"] or float("inf") for result in results]
-        print(f"{name:26}{statistics.median(seconds):7.0f} s  {', '.join(cells)}")
+        median = statistics.median(result["seconds"] or math.inf for result in results)
+        text = "not" if median == math.inf else f"{median:.0f} s"
+        print(f"{name:26}{text:>7}  {', '.join(cells)}")
 
 
 def main() -> None:
