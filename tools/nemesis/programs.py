@@ -29,8 +29,8 @@ SIZES = {
     "monobeast": ["--num_actors", "2", "--envs_per_actor", "2"],
     "polybeast": ["--num_servers", "2", "--envs_per_stream", "2"],
 }
-# When the environments are about to be heard of for the first time.
-CONNECTING = {"monobeast": "Preflight: cores", "polybeast": "Environments 0 to"}
+# When the program is about to hear of its environments for the first time.
+CONNECTING = {"monobeast": "Preflight: cores", "polybeast": "Preflight: memory"}
 
 
 class Program:
