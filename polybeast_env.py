@@ -262,7 +262,7 @@ def setup_logging(flags: argparse.Namespace) -> None:
     for handler in logging.getLogger().handlers:
         if flags.with_parent:
             handler.setFormatter(ForParent())  # The parent counts repeated warnings.
-            # It knows which environments it has.
+            # The parent knows its own streams.
             logging.getLogger("core.remote.stream").setLevel(logging.WARNING)
         else:
             handler.addFilter(repeats)

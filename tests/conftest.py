@@ -102,7 +102,7 @@ def fill(fd: int) -> None:
 class Program:
     """A running program, its output in a file.
 
-    The end of a `with` block kills it and its family.
+    The end of a `with` block kills it and the family that it has then.
 
     Args:
       command: its words.
@@ -127,10 +127,12 @@ class Program:
         if self.is_alive():
             with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
                 family = self.family()
-        self.kill()
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        try:
+            self.kill()
+        finally:
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def text(self) -> str:
         """Return its output so far."""

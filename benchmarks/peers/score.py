@@ -14,6 +14,7 @@ import functools
 import math
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from tools.runs import log_rows
 
 SCORES = {
     "cartpole": 475.0,  # Gymnasium's threshold for CartPole-v1.
-    "halfcheetah": 1443.0,  # What CleanRL publishes for 1 million steps.
+    "halfcheetah": 1443.0,  # Quoted for CleanRL, 1 million steps of v4.
 }
 OURS = {
     "cartpole": "@settings/classic_control.txt --env CartPole-v1 --total_steps 240000",
@@ -70,11 +71,12 @@ def measure(
     """Train until the score; return the seconds and steps it took, and the best return.
 
     Seconds and steps are None if training ends without the score, or after `limit_s`.
+    `last_steps` says how far it came.
 
     Raises:
-      RuntimeError: the program told no return.
+      RuntimeError: the program failed, or it told no return.
     """
-    began, best = time.monotonic(), -math.inf
+    began, best, steps = time.monotonic(), -math.inf, 0
     result: dict[str, float | int | None] = {"seconds": None, "steps": None}
     child = subprocess.Popen(
         command,
@@ -85,18 +87,24 @@ def measure(
     )
     limit = threading.Timer(limit_s, kill_tree, [child])
     limit.start()
+    status = None  # Of a program that ends by itself.
     try:
         for steps, mean_return in follow(child):
             best = max(best, mean_return)
             if mean_return >= score:
                 result = {"seconds": time.monotonic() - began, "steps": steps}
                 break
+        else:
+            status = child.wait()
     finally:
         limit.cancel()
         kill_tree(child)
-    if best == -math.inf:
-        raise RuntimeError(f"{command} told no return of 100 games")
-    return {**result, "best": best}
+    if best == -math.inf or status not in (None, 0, -signal.SIGKILL):
+        raise RuntimeError(
+            f"{command} ended with {status} after {steps} steps; the best mean return "
+            f"of 100 games is {best}"
+        )
+    return {**result, "best": best, "last_steps": steps}
 
 
 def create_runs(

@@ -975,12 +975,14 @@ b = dial_in.DialsOut(flags)
 b.start()
 while not a.addresses():  # Processes that start would not notice an end.
     b.check()
-print(a._folder, b._folder, flush=True)
+print("folders:", a._folder, b._folder, flush=True)
 time.sleep(1000)
 """
     program = start_program(sys.executable, "-c", code)
-    program.wait_for_text("\n")
-    folders = program.text().split()
+    said = re.compile("folders: (.+) (.+)\n")
+    program.wait_for(lambda: said.search(program.text()))
+    folders = said.search(program.text()).groups()
+    assert all(Path(folder).exists() for folder in folders)
     family = psutil.Process(program.pid).children()
     assert len(family) == 2
     for process in family:

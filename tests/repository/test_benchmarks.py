@@ -94,9 +94,12 @@ def test_a_peer_that_reaches_the_score_is_stopped_there(tmp_path):
     found = measure(-10.0, "time.sleep(600)")
     assert found["seconds"] > 0
     assert (found["steps"], found["best"]) == (400, -8.0)
-    assert measure(35.0) == {"seconds": None, "steps": None, "best": 34.0}
+    found = measure(35.0)
+    assert (found["seconds"], found["best"], found["last_steps"]) == (None, 34.0, 800)
+    with pytest.raises(RuntimeError, match="ended with 3 after 800 steps"):
+        measure(35.0, "raise SystemExit(3)")
     script = "pass"
-    with pytest.raises(RuntimeError, match="told no return of 100 games"):
+    with pytest.raises(RuntimeError, match="ended with 0 after 0 steps"):
         measure(1.0)
 
 

@@ -12,7 +12,7 @@ from core.running.columns import FIELDS
 from tests.python import run_python
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 30.0  # Of every wait for another thread or process.
+DEADLINE_S = 30.0  # Of every wait for another thread.
 
 COLUMNS = [field.name for field in FIELDS]
 

@@ -135,7 +135,8 @@ MOMENTS = {
     "servers-start": has_said("about to hang"),
     "servers-serve": has_said("Serving Catch"),
     "run-begins": has_said("Run x in"),
-    "streams-connect": has_streams,
+    "streams-connect": has_said("step 0/"),
+    "streams-are-connected": has_streams,
     "environments-hang": has_said("about to hang"),
     "saving": is_saving,
 }

@@ -29,7 +29,7 @@ SIZES = {
     "monobeast": ["--num_actors", "2", "--envs_per_actor", "2"],
     "polybeast": ["--num_servers", "2", "--envs_per_stream", "2"],
 }
-# When the program is about to hear of its environments for the first time.
+# When the program is about to start its actors, or to connect to its servers.
 CONNECTING = {"monobeast": "Preflight: cores", "polybeast": "Preflight: memory"}
 
 
