@@ -82,7 +82,7 @@ from core.running.compute import explain_out_of_memory, set_torch_threads
 from core.running.machine import keep_freed_memory
 from core.running.precision import settle_precision
 from core.running.program import run_program
-from core.running.run import Run, check_ledger, run_folder
+from core.running.run import Run, run_folder
 from core.running.signals import StopSignal
 from core.running.supervise import (
     Watchdog,
@@ -551,7 +551,7 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
         actors.close()
     raise_failures(threads)  # A thread may have failed at the last moment.
     run.log(actors.stats())  # The last row, now that the last update is done.
-    check_ledger(learner, *actors.rows())
+    run.check_ledger(*actors.rows())
 
 
 def train_serial(run: Run, buffers: RolloutBuffers) -> None:

@@ -644,7 +644,7 @@ def train_async(
             join_threads(threads, JOIN_S + update_s)
     raise_failures(threads)  # A thread may have failed while it was being stopped.
     run.log(last)  # Has the last update, but not the steps discarded by stopping.
-    watch.check_ledger()
+    run.check_ledger(*watch.rows())
 
 
 # ------------------------------------------------------------------------------ test

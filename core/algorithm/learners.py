@@ -29,7 +29,7 @@ import platform
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ class Learners:
         for gradient, part in zip(gradients, parts):
             gradient.copy_(part.view_as(gradient))
 
-    def sum(self, numbers: dict[Any, float]) -> dict[Any, float]:
+    def sum(self, numbers: Mapping[Any, float]) -> dict[Any, float]:
         """Return the sums over all learners of some numbers, in float64.
 
         The names must be the same in all learners, and in the same order.

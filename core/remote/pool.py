@@ -26,7 +26,6 @@ from core.remote.server_lists import ServerList, describe_change
 from core.rollout import Spaces, new_rollouts, row_spec
 from core.running.common_flags import has_remote_servers
 from core.running.machine import available_memory
-from core.running.run import check_ledger
 from core.running.supervise import Watchdog
 
 log = logging.getLogger(__name__)
@@ -249,13 +248,11 @@ class PoolWatch:
     def close(self) -> None:
         self._watchdog.close()
 
-    def check_ledger(self) -> None:
-        """Check that every step received was learned, discarded or is in flight."""
+    def rows(self) -> tuple[int, dict[str, int]]:
+        """Return how many rows were received, and how many no learner thread took."""
         stats = self._actors.stats()
-        others = {
-            key.replace("_", " "): stats[key] for key in ("discarded", "in_flight")
-        }
-        check_ledger(self._learner, stats["received"], others)
+        not_taken = {"discarded": stats["discarded"], "in flight": stats["in_flight"]}
+        return stats["received"], not_taken
 
 
 class Contact:

@@ -152,6 +152,7 @@ class Run:
         self._began: dict[str, float] = {}  # When, or when it was last warned of.
         self._checkpoints = run_dir / "checkpoints"
         self._earlier_s = 0.0  # Training time before the last resume.
+        self._ledger: dict[str, int] = {}  # The sums of `check_ledger`.
 
     def resume(self) -> checkpoint.Checkpoint | None:
         """Resume from the newest good checkpoint; return it, or None in a new run.
@@ -260,8 +261,39 @@ class Run:
             self.learner.stopped = has_signal
         return not has_signal and not self.learner.finished()
 
+    def check_ledger(self, received: int, others: Mapping[str, int]) -> None:
+        """Log how many rows were received, and how many were learned, stale etc.
+
+        The numbers are those since the start. Row 0 of each rollout does not count,
+        because it is the last row of the previous rollout. Each of several learners
+        checks its own rows here; `end` adds them up.
+
+        Args:
+          received: number of rows that this process has received.
+          others: numbers of rows that no learner thread has taken. The key, such as
+            "discarded", is a word for the log.
+
+        Raises:
+          RuntimeError: the sum is wrong: rows were lost, or learned twice.
+        """
+        parts = {**self.learner.counts.rows, **others}
+        text = describe_ledger(received, parts)
+        if received != sum(parts.values()):
+            raise RuntimeError(f"{text}: the sum is wrong")
+        if self._others is None:
+            log.info("%s", text)
+        self._ledger = {"received": received, **parts}
+
     def end(self) -> Exit:
-        """Log how the run ended; return the exit status."""
+        """Log how the run ended; return the exit status.
+
+        Raises:
+          LearnerLost: one of several learners has failed since the last update.
+        """
+        # The last checkpoint is written: nothing is lost if a learner does not answer.
+        if self._others is not None and self._others.is_over and self._ledger:
+            total = {k: round(n) for k, n in self._others.sum(self._ledger).items()}
+            log.info("%s", describe_ledger(total.pop("received"), total))
         if not self.learner.finished():
             who = self.stop.received.name if self.stop.received else "another learner"
             remedy = (
@@ -486,26 +518,10 @@ class Run:
         )
 
 
-def check_ledger(learner: Learner, received: int, others: Mapping[str, int]) -> None:
-    """Log how many rows were received, and how many were learned, stale, unused etc.
-
-    The numbers are those since the start. Row 0 of each rollout does not count, because
-    it is the last row of the previous rollout.
-
-    Args:
-      received: number of rows that the learner's process has received.
-      others: numbers of rows that no learner thread has taken. The key, such as
-        "discarded", is a word for the log.
-
-    Raises:
-      RuntimeError: the sum is wrong: rows were lost, or learned twice.
-    """
-    parts = {**learner.counts.rows, **others}
-    text = f"{received} rows received = "
-    text += " + ".join(f"{n} {name}" for name, n in parts.items())
-    log.info("%s", text)
-    if received != sum(parts.values()):
-        raise RuntimeError(f"{text}: the sum is wrong")
+def describe_ledger(received: int, parts: Mapping[str, int]) -> str:
+    """Return the line of the log that accounts for all received rows."""
+    sums = " + ".join(f"{n} {name}" for name, n in parts.items())
+    return f"{received} rows received = {sums}"
 
 
 def log_options(options: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:

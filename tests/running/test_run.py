@@ -385,13 +385,13 @@ def test_the_ledger_tells_what_became_of_every_row(savedir, caplog):
     learner.step = 10**9  # Another thread has done the last update.
     learner.update(map_nest(lambda x: x[:, :3], random_rows()), ())
     others = {"discarded": 7, "in flight": 5}
-    run.check_ledger(learner, 192, others)
+    a_run.check_ledger(192, others)
     text = "100 learned + 0 stale + 80 unused + 7 discarded + 5 in flight"
     assert caplog.messages[-1] == f"192 rows received = {text}"
     with pytest.raises(
         RuntimeError, match=f"191 .* = {re.escape(text)}: the sum is wrong"
     ):
-        run.check_ledger(learner, 191, others)
+        a_run.check_ledger(191, others)
 
 
 def test_an_info_key_that_no_game_has_is_warned_of_once(tmp_path, caplog):

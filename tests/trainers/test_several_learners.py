@@ -2,6 +2,7 @@
 """Runs of two learners: they end together, and go on with any number of learners."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -55,6 +56,7 @@ def test_two_serial_learners_are_bitwise_the_same_from_run_to_run(start, tmp_pat
 
 def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_path):
     run_dir = tmp_path / "runs" / "x"
+    earlier = 0
     for victim in (1, 0):
         programs = start_learners(start, *FLAGS, *MONOBEAST, "--total_steps", 10**7)
         before = num_rows(run_dir)
@@ -66,6 +68,10 @@ def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_pa
         # The last row has all learners' games; none was lost or counted twice.
         games = found.state["learner"]["episodes"]["games"]
         assert int(log_rows(run_dir)[-1]["games"]) == games
+        # So has the sum of received rows.
+        ledger = re.search(r"received = (\d+) learned", programs[0].text())
+        assert int(ledger[1]) == found.step - earlier
+        earlier = found.step
     assert len(list((run_dir / "checkpoints").glob("step-*"))) == 2
     # Two starts have ended, each in the middle of the games of 8 environments.
     assert found.step / 9 - 2 * 8 <= games <= found.step / 9
