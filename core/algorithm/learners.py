@@ -35,7 +35,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.rendezvous import rendezvous
 
 from core import proc, ranks
 from core.errors import ConfigError, Exit, UsageError, one_line
@@ -107,8 +106,6 @@ class Learners:
         self._stop_by = math.inf  # When to stop without an agreement (monotonic).
         self._asked_at = self._said_at = 0.0
         self._store = store
-        # Who keeps the store: torchrun if True, else learner 0.
-        self._has_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._limit_s = limit_s
         self._last_report = 0.0
         host = socket.gethostname()
@@ -312,6 +309,8 @@ class Learners:
                     # For learners that come later.
                     self._tell(f"end/{self.rank}", f"{int(Exit.INTERNAL)} {text}")
                     self._tell("ended", str(self.rank))
+                    if self.rank == 0 and not _has_torchrun():
+                        time.sleep(END_S)  # The store ends with this process.
                     raise LearnerLost(text)
                 log.warning("Waiting for %s to connect", names)
             time.sleep(0.1)
@@ -354,7 +353,7 @@ class Learners:
                 self.wants_stop, self._stop_by = True, now + STOP_S
             if not self.is_over:
                 self._raise_if_one_has_ended()
-        if self._store is None and not self._has_torchrun and not self.is_over:
+        if self._store is None and not _has_torchrun() and not self.is_over:
             raise LearnerLost(f"learner 0 of {self.size} has ended")
         return now > self._stop_by
 
@@ -531,8 +530,19 @@ def check_host(flag: str, host: str) -> None:
         time.sleep(0.5)
 
 
+def _has_torchrun() -> bool:
+    """Return whether torchrun keeps the store; otherwise learner 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _connect(flags: argparse.Namespace) -> Learners:
-    check_host("--master_addr (MASTER_ADDR)", os.environ.get("MASTER_ADDR", ""))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ConfigError(
+                f"WORLD_SIZE is {ranks.size()}, but {name} is not set. Start several "
+                "learners with torchrun; for one learner unset WORLD_SIZE."
+            )
+    check_host("--master_addr (MASTER_ADDR)", os.environ["MASTER_ADDR"])
     limit_s = flags.stall_timeout_s if flags.on_stall == "stop" else None
     try:
         return Learners(_open_store(START_S), limit_s=limit_s)
@@ -547,8 +557,13 @@ def _connect(flags: argparse.Namespace) -> Learners:
 
 def _open_store(limit_s: float) -> Any:
     """Return torch's key-value store of this start, which all learners share."""
-    timeout = datetime.timedelta(seconds=limit_s)
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=ranks.rank() == 0 and not _has_torchrun(),
+        timeout=datetime.timedelta(seconds=limit_s),
+        wait_for_workers=False,  # `_wait_for_all` waits, and names who is missing.
+    )
     # torchrun keeps its store when it restarts the learners. (Older versions of
     # torch do this themselves.)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

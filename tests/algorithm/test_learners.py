@@ -69,6 +69,7 @@ def parse(*argv):
 def be_learner(env, task, folder, argv):
     """Run in a process of its own: be one of several learners."""
     os.environ.update(env)
+    learners.START_S = float(env.get("START_S", learners.START_S))
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
 
     def train(flags):
@@ -345,6 +346,14 @@ def test_a_port_in_use_is_one_clear_line(together):
     assert "\n" not in errors[0]
 
 
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_of_torchrun_is_one_clear_line(together, name):
+    env = environments(2)[0] | {name: ""}
+    assert together(say_hello, [env])[0].startswith(
+        f"ConfigError: WORLD_SIZE is 2, but {name} is not set. Start several learners"
+    )
+
+
 def test_a_host_that_does_not_resolve_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(learners, "NAME_S", 0.0)
     (_, env) = environments(2, port=1)
@@ -373,6 +382,15 @@ def test_a_learner_that_does_not_come_is_named(monkeypatch):
             learners.train_together(lambda flags: Exit.DONE, flags)
         assert str(error.value).startswith(message)
         assert error.value.status == Exit.INTERNAL
+
+
+def test_a_learner_that_does_not_come_is_named_without_torchrun(together):
+    """Learner 0 keeps the store until learner 1 has read there who is missing."""
+    envs = [env | {"START_S": "2"} for env in environments(3)[:2]]
+    errors = together(say_hello, envs, argv=lambda rank: ["--stall_timeout_s", "1"])
+    text = "learner 2 of 3 did not connect within 2 s."
+    assert errors[0].startswith(f"LearnerLost: {text}")
+    assert text in errors[1]
 
 
 def test_a_learner_with_wrong_flags_ends_after_those_of_other_machines(monkeypatch):
