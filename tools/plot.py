@@ -32,6 +32,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.transforms import offset_copy
 
 REFERENCE = Path(__file__).parents[1] / "results" / "reference.csv"
 POINTS = 500  # On the x axis that seeds share.
@@ -39,6 +40,7 @@ LAST = 0.2  # The part of a run whose mean --against shows.
 RETURN = "mean_episode_return"
 
 LEGEND_LINE_INCHES = 0.19
+LABELS_POINTS = 36  # Height of the x axis' numbers and label, above the legend.
 
 # For --x: the column of logs.csv, what it is divided by, and the label.
 AXES = {
@@ -188,7 +190,8 @@ def draw(
     size = (6.4, 3.6) if len(groups) == 1 else (4.2 * columns, 3.4 * lines)
     is_published = y == RETURN and not against
     references = {env: read_reference(env) if is_published else [] for env in groups}
-    most = max(map(len, references.values()))  # In the legends below the panels.
+    # The longest legend below a panel; those of panels without references lie inside.
+    most = max(len(groups[env]) + len(x) if x else 0 for env, x in references.items())
     size = (size[0], size[1] + lines * most * LEGEND_LINE_INCHES)
     figure, grid = plt.subplots(
         lines, columns, figsize=size, layout="constrained", squeeze=False
@@ -222,8 +225,14 @@ def draw(
         axes.set_ylabel("return, last 100 full games" if y == RETURN else y)
         axes.grid(alpha=0.3)
         if references[env]:  # Below the axes: too many lines to lie over the curves.
-            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-            axes.legend(fontsize="x-small", **place)
+            axes.legend(
+                fontsize="x-small",
+                loc="upper center",
+                bbox_to_anchor=(0.5, 0.0),
+                bbox_transform=offset_copy(
+                    axes.transAxes, figure, y=-LABELS_POINTS, units="points"
+                ),
+            )
         else:
             axes.legend(fontsize="x-small", framealpha=0.6)
     for axes in grid.flat[len(groups) :]:
