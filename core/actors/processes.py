@@ -22,7 +22,6 @@ import signal
 import struct
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
@@ -189,7 +188,6 @@ class ActorSlot:
     pipe: connection.Connection | None = None
     held: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     last_served: int = 0  # When it was last handed a buffer, as a running number.
-    restart_at: float | None = 0.0  # Monotonic seconds; None while the process runs.
     reason: str | None = None  # Why it died; None: only its exit status is known.
 
 
@@ -250,7 +248,9 @@ class Actors:
             # The fork server imports torch once, and then forks actors within
             # milliseconds.
             self._fork_server = ForkServer(self._context, preload)
-        self.slots = [ActorSlot(i, RestartBudget()) for i in range(flags.num_actors)]
+        self.slots = [
+            ActorSlot(i, RestartBudget(start_at=0.0)) for i in range(flags.num_actors)
+        ]
         # Guards everything below, and the slots' `held` and `pipe`.
         self._changed = threading.Condition()
         self._free = collections.deque(range(num_free))
@@ -268,9 +268,8 @@ class Actors:
         if self._fork_server is not None and not self._fork_server.has_imported():
             return
         for slot in self.slots:
-            if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
-                start = functools.partial(self._start, slot)
-                slot.restart_at = slot.budget.start(f"Actor {slot.actor_id}", start)
+            start = functools.partial(self._start, slot)
+            slot.budget.start_if_due(f"Actor {slot.actor_id}", start)
         # This starts a thread, so it comes after the first actors: they may be forked.
         self._output.start()
 
@@ -418,7 +417,6 @@ class Actors:
                 f"without delivering a rollout; the last time: {reason}"
             )
         self.restarts += 1
-        slot.restart_at = time.monotonic() + wait_s
         log.warning(
             "Actor %d died (%s); its rollout is discarded; restarting it in %.1f s",
             slot.actor_id,

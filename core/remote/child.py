@@ -88,7 +88,6 @@ class Child:
         self._handle = handle
         self._budget = RestartBudget()
         self._process: subprocess.Popen | None = None
-        self._restart_at: float | None = None  # Monotonic; None while it runs.
         self._rest = b""  # The first part of a line that is not complete yet.
         self._last_line = ""
 
@@ -115,9 +114,8 @@ class Child:
           RuntimeError: the process died too often.
           OSError: the process could not be started, too often in a row.
         """
-        if self._restart_at is not None and time.monotonic() >= self._restart_at:
-            self._restart_at = self._budget.start(self._name, self.start)
-        if self._process is None or self._restart_at is not None:
+        self._budget.start_if_due(self._name, self.start)
+        if self._process is None or self._budget.start_at is not None:
             return
         continue_if_stopped(self._name, self._process.pid)
         status = self._process.poll()
@@ -141,7 +139,6 @@ class Child:
             describe_exit(status),
             wait_s,
         )
-        self._restart_at = time.monotonic() + wait_s
 
     def _read(self) -> None:
         """Handle the lines that the process has written. Does not block."""

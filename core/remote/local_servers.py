@@ -54,7 +54,6 @@ class LocalServers:
         self._command = command
         self._budget = RestartBudget()
         self._delivered = 0  # Steps received before the present supervisor started.
-        self._restart_at: float | None = None  # Monotonic; None while servers run.
         self._last_line = ""
         self.restarts = 0  # Restarts of servers so far.
         try:
@@ -101,14 +100,12 @@ class LocalServers:
           RuntimeError: the servers failed, or the supervisor was killed too often.
           OSError: the supervisor could not be started, too often in a row.
         """
-        if self._restart_at is not None:
-            late_s = time.monotonic() - self._restart_at
+        if self._budget.start_at is not None:
+            late_s = time.monotonic() - self._budget.start_at
             # The new servers use the addresses of the old ones. So wait until the last
             # old server has ended, which closes the pipe of their output.
-            if late_s >= 0 and (self._reader.done() or late_s > child.END_S):
-                self._restart_at = self._budget.start(
-                    "The supervisor of the servers", self._start
-                )
+            if self._reader.done() or late_s > child.END_S:
+                self._budget.start_if_due("The supervisor of the servers", self._start)
             return
         continue_if_stopped("The supervisor of the servers", self._process.pid)
         status = self._process.poll()
@@ -126,7 +123,6 @@ class LocalServers:
                 f"the environment servers ended ({describe_exit(status)}); the last "
                 f"line of their output: {self._last_line}"
             )
-        self._restart_at = time.monotonic() + wait_s
         self.restarts += len(self.addresses)
         log.warning(
             "The environment servers ended (%s); starting them again in %.1f s",

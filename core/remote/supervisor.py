@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
@@ -59,11 +58,10 @@ class ServerSlot:
     # `core.remote.service.ServerOptions`.
     progress: np.ndarray
     budget: RestartBudget
-    process: Unit | None = None  # None while the slot waits for `restart_at`.
+    process: Unit | None = None  # None while the slot waits for `budget.start_at`.
     pipe: connection.Connection | None = None  # Messages from the process.
     is_listening: bool = False
     has_listened: bool = False  # If it has ever listened, the socket's file is ours.
-    restart_at: float | None = 0.0  # Monotonic; None while a process runs.
     reason: str | None = None  # Why the process dies, if that is known.
 
 
@@ -98,7 +96,7 @@ class Servers:
         shared = mmap.mmap(-1, len(addresses) * places * 2 * 8)
         progress = np.frombuffer(shared).reshape(len(addresses), places, 2)
         self.slots = [
-            ServerSlot(i, address, progress[i], RestartBudget())
+            ServerSlot(i, address, progress[i], RestartBudget(start_at=0.0))
             for i, address in enumerate(addresses)
         ]
         self._pauses = Pauses()
@@ -140,9 +138,8 @@ class Servers:
           ServerError: a server died too often in a row without stepping environments.
         """
         for slot in self.slots:
-            if slot.restart_at is not None and time.monotonic() >= slot.restart_at:
-                start = functools.partial(self._start, slot)
-                slot.restart_at = slot.budget.start(f"Server {slot.index}", start)
+            start = functools.partial(self._start, slot)
+            slot.budget.start_if_due(f"Server {slot.index}", start)
         handles: list[Any] = [
             s.process.sentinel for s in self.slots if s.process is not None
         ]
@@ -241,7 +238,6 @@ class Servers:
                 f"{slot.budget.quick_deaths} times in a row within {DELIVERED_STEPS} "
                 f"steps of its environments; the last time: {reason}"
             )
-        slot.restart_at = time.monotonic() + wait_s
         self._restarts += 1
         log.warning(
             "Server %d died (%s); starting it again in %.1f s",

@@ -180,6 +180,9 @@ class RestartBudget:
     million steps.) After a quick death the worker waits before it restarts, at first
     FIRST_WAIT_S, then twice as long each time up to MAX_WAIT_S. After a death that is
     not quick it restarts at once.
+
+    Attributes:
+      start_at: when to start the worker (`time.monotonic`); None while it runs.
     """
 
     MAX_QUICK_DEATHS = 5
@@ -187,7 +190,8 @@ class RestartBudget:
     FIRST_WAIT_S = 0.1
     MAX_WAIT_S = 5.0
 
-    def __init__(self) -> None:
+    def __init__(self, start_at: float | None = None) -> None:
+        self.start_at = start_at
         self.quick_deaths = 0  # In a row.
         self._has_delivered = False  # Since its latest start.
         self._can_deliver = False  # Whether it has ever delivered.
@@ -197,18 +201,24 @@ class RestartBudget:
         self._has_delivered = self._can_deliver = True
 
     def died(self) -> float | None:
-        """Count a death; return the seconds to wait, or None if the budget is spent."""
-        if self._has_delivered:
-            self._has_delivered = False
-            return 0.0
-        self.quick_deaths += 1
-        patience = self.PATIENCE if self._can_deliver else 1
-        if self.quick_deaths >= patience * self.MAX_QUICK_DEATHS:
-            return None
-        return min(self.FIRST_WAIT_S * 2 ** (self.quick_deaths - 1), self.MAX_WAIT_S)
+        """Count a death, and set `start_at`; return the seconds to wait until then.
 
-    def start(self, name: str, start: Callable[[], None]) -> float | None:
-        """Call `start`. If it fails, return the monotonic time to call this again.
+        Returns None if the budget is spent.
+        """
+        wait_s = 0.0
+        if not self._has_delivered:
+            self.quick_deaths += 1
+            patience = self.PATIENCE if self._can_deliver else 1
+            if self.quick_deaths >= patience * self.MAX_QUICK_DEATHS:
+                return None
+            wait_s = self.FIRST_WAIT_S * 2 ** (self.quick_deaths - 1)
+            wait_s = min(wait_s, self.MAX_WAIT_S)
+        self._has_delivered = False
+        self.start_at = time.monotonic() + wait_s
+        return wait_s
+
+    def start_if_due(self, name: str, start: Callable[[], None]) -> None:
+        """Call `start` if it is time. A failure counts as a death of the worker.
 
         There may be too little memory for a moment, or too many processes or open
         files; or a fork server has died, and multiprocessing starts another.
@@ -216,6 +226,8 @@ class RestartBudget:
         Raises:
           OSError, EOFError: that of `start`, which has failed too often.
         """
+        if self.start_at is None or time.monotonic() < self.start_at:
+            return
         try:
             start()
         except (OSError, EOFError) as error:
@@ -228,8 +240,8 @@ class RestartBudget:
                 error,
                 wait_s,
             )
-            return time.monotonic() + wait_s
-        return None
+        else:
+            self.start_at = None
 
 
 class Watchdog:

@@ -58,7 +58,7 @@ def test_an_actor_that_finds_no_descriptors_is_tried_again(monkeypatch, caplog):
     with contextlib.closing(actors), pytest.raises(OSError, match="open files"):
         (slot,) = actors.slots
         while True:
-            slot.restart_at = 0.0
+            slot.budget.start_at = 0.0
             actors.start()
             assert slot.process is slot.pipe is None
     assert caplog.text.count("Actor 0 could not be started (OSError(24") == 4
@@ -286,7 +286,7 @@ def test_an_actor_that_waits_for_a_buffer_does_not_hang(monkeypatch, caplog):
         wait_until(all_full)
         pids, later = actors.pids(), itertools.count(int(time.monotonic()) + 10**6)
         with monkeypatch.context() as patch:  # Whatever joins needs the real one.
-            patch.setattr(processes.time, "monotonic", later.__next__)
+            patch.setattr(time, "monotonic", later.__next__)
             actors._check_progress(actors.slots[0], 0.0)
         assert actors.pids() == pids and "hangs" not in caplog.text
 

@@ -95,7 +95,7 @@ def test_a_server_that_cannot_be_started_is_tried_again(
     ):
         (slot,) = servers.slots
         while True:
-            slot.restart_at = 0.0
+            slot.budget.start_at = 0.0
             servers.poll(0.0)
             assert slot.process is slot.pipe is None
     assert caplog.text.count("Server 0 could not be started") == 4
@@ -118,19 +118,19 @@ def test_a_process_that_cannot_be_forked_is_tried_again(kind, monkeypatch, caplo
         parent.start()
     with parent:
         parent._process.kill()
-        wait_until(lambda: parent.check() or parent._restart_at is not None)
+        wait_until(lambda: parent.check() or parent._budget.start_at is not None)
         for forks in False, False, True:
-            parent._restart_at = 0.0
+            parent._budget.start_at = 0.0
             parent.check()
-            assert (parent._restart_at is None) == forks
+            assert (parent._budget.start_at is None) == forks
         assert parent._process.poll() is None
         assert caplog.text.count("could not be started (BlockingIOError(11") == 2
         parent._process.kill()
         forks = False
-        wait_until(lambda: parent.check() or parent._restart_at is not None)
+        wait_until(lambda: parent.check() or parent._budget.start_at is not None)
         with pytest.raises(BlockingIOError):
-            while parent._restart_at is not None:
-                parent._restart_at = 0.0
+            while parent._budget.start_at is not None:
+                parent._budget.start_at = 0.0
                 parent.check()
 
 

@@ -107,6 +107,16 @@ def test_deaths_after_deliveries_never_spend_the_budget():
         assert budget.died() == 0.0
 
 
+def test_a_worker_starts_once_when_its_wait_is_over(clock):
+    budget = RestartBudget()
+    starts = []
+    wait_s = budget.died()
+    for seconds in 0.9 * wait_s, 0.2 * wait_s, 7.0:
+        clock.now += seconds
+        budget.start_if_due("The worker", lambda: starts.append(clock.now))
+    assert starts == [pytest.approx(clock.now - 7.0)]
+
+
 @pytest.fixture
 def watchdog(clock):
     made = Watchdog(limit_s=70.0)
