@@ -289,14 +289,11 @@ class SharedWeights:
           ConfigError: names, shapes or dtypes differ; the message has the first one.
         """
         shared = {
-            name: _describe(array.shape, str(array.dtype))
+            name: _describe(array)
             for name, array in self._shared.arrays.items()
             if name != "sequence"
         }
-        ours = {
-            name: _describe(x.shape, str(x.dtype).removeprefix("torch."))
-            for name, x in net.state_dict().items()
-        }
+        ours = {name: _describe(x) for name, x in net.state_dict().items()}
         for name in (*ours, *shared):
             got, needed = ours.get(name, "none"), shared.get(name, "none")
             if got != needed:
@@ -335,9 +332,11 @@ class SharedWeights:
             os.sched_yield() if hasattr(os, "sched_yield") else None
 
 
-def _describe(shape: Sequence[int], dtype: str) -> str:
+def _describe(x: np.ndarray | torch.Tensor) -> str:
+    """Return dtype and shape: `int64[5]`, or `float[5,3]` for floats of any size."""
+    dtype = str(x.dtype).removeprefix("torch.")
     kind = "float" if "float" in dtype else dtype
-    return f"{kind}[{','.join(map(str, shape))}]"
+    return f"{kind}[{','.join(map(str, x.shape))}]"
 
 
 def share_weights(net: nn.Module, version: int) -> SharedWeights:
