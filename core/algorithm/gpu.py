@@ -81,6 +81,9 @@ def empty_page_locked(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return allocate_page_locked(num_bytes).numpy().view(dtype).reshape(shape)
 
 
+_Graph = tuple[Nest, Callable[[], None], Any]  # Inputs, replay function, outputs.
+
+
 class Graphs:
     """Runs a function of GPU tensors as CUDA graphs: records it once, then replays it.
 
@@ -118,10 +121,10 @@ class Graphs:
         if not (record and CAN_RECORD):
             self._max_graphs = 0
         self._recorder = Recorder(device)
-        # By number of columns: input tensors, replay function, output tensors.
-        self._graphs: dict[int, tuple[Nest, Callable[[], None], Any]] = {}
+        # By number of columns.
+        self._graphs: dict[int, _Graph] = {}
         # The same for calls with fewer columns, with the parts of the tensors they use.
-        self._parts: dict[int, tuple[Nest, Callable[[], None], Any]] = {}
+        self._parts: dict[int, _Graph] = {}
 
     def __call__(self, *args: Nest) -> Any:
         """Return the function's result, in tensors that the next call overwrites.
@@ -146,9 +149,7 @@ class Graphs:
     def _to_gpu(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self._device, non_blocking=True)
 
-    def _prepare(
-        self, args: tuple[Nest, ...], num: int, size: int
-    ) -> tuple[Nest, Callable[[], None], Any]:
+    def _prepare(self, args: tuple[Nest, ...], num: int, size: int) -> _Graph:
         if size not in self._graphs:
             self._graphs[size] = self._record(args, size)
         inputs, replay, outputs = self._graphs[size]
@@ -156,9 +157,7 @@ class Graphs:
             inputs, outputs = map_nest(lambda x: x[:, :num], (inputs, outputs))
         return inputs, replay, outputs
 
-    def _record(
-        self, args: tuple[Nest, ...], size: int
-    ) -> tuple[Nest, Callable[[], None], Any]:
+    def _record(self, args: tuple[Nest, ...], size: int) -> _Graph:
         # Unused columns must hold valid values, too: they repeat the other columns.
         repeat = lambda x: x[:, torch.arange(size) % x.shape[1]]  # noqa: E731
         inputs = map_nest(lambda x: self._to_gpu(repeat(x)), args)
