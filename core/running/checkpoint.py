@@ -369,13 +369,3 @@ def check_tensors(
 def _describe(tensor: torch.Tensor, with_dtype: bool) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.") if with_dtype else ""
     return f"{dtype}[{','.join(map(str, tensor.shape))}]"
-
-
-def equal_values(a: Any, b: Any) -> bool:
-    """Return whether two options are equal, tensors included."""
-    if isinstance(a, (list, tuple)):
-        same = type(a) is type(b) and len(a) == len(b)
-        return same and all(map(equal_values, a, b))
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
-    return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and a == b

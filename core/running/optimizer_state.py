@@ -10,7 +10,6 @@ import torch
 
 from core.running.checkpoint import (
     CheckpointMismatch,
-    equal_values,
     join_differences,
     printable,
 )
@@ -70,7 +69,7 @@ def optimizer_state(
             key
             for key in options
             if key != "lr"
-            if key not in before or not equal_values(group[key], before[key])
+            if key not in before or not _equal_values(group[key], before[key])
         ]
         groups.append({"params": names, "options": options, "changed": changed})
         for name in names:
@@ -160,7 +159,7 @@ def restore_optimizer(
         f"group {i}: {key} was {old} and is now {group[key]}"
         for i, (group, options) in enumerate(zip(optimizer.param_groups, saved))
         for key, old in options.items()
-        if key in group and key != "lr" and not equal_values(group[key], old)
+        if key in group and key != "lr" and not _equal_values(group[key], old)
     ]
 
 
@@ -199,3 +198,13 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         )
         for group in optimizer.param_groups
     ]
+
+
+def _equal_values(a: Any, b: Any) -> bool:
+    """Return whether two options are equal, tensors included."""
+    if isinstance(a, (list, tuple)):
+        same = type(a) is type(b) and len(a) == len(b)
+        return same and all(map(_equal_values, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+    return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and a == b
