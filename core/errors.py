@@ -77,10 +77,7 @@ def leave(status: int) -> NoReturn:
     names = [thread.name for thread in threads if thread.is_alive()]
     if not names:
         sys.exit(status)
-    print(
-        f"Threads are still running at the end: {', '.join(names)}",
-        file=sys.stderr,
-    )
+    print(f"Threads are still running at the end: {', '.join(names)}", file=sys.stderr)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

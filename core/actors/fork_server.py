@@ -26,10 +26,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 from core.proc import continue_if_stopped
-from core.running.supervise import (
-    send_at_parents_end,
-    start_thread,
-)
+from core.running.supervise import send_at_parents_end, start_thread
 
 LOOK_S = 0.5  # Interval in which a thread looks whether the fork server is stopped.
 

@@ -37,14 +37,7 @@ from core.environments import faults
 from core.environments.classic_gym import ClassicGym, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
-from core.errors import (
-    ConfigError,
-    EnvSpecError,
-    EnvValueError,
-    Exit,
-    MakeError,
-    leave,
-)
+from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, MakeError, leave
 from core.nests import Nest, leaves, map_nest
 from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
 
@@ -269,10 +262,7 @@ def check(name: str, *, num_steps: int, seed: int) -> list[str]:
       MakeError: there is no such environment.
     """
     found = Violations()
-    with (
-        closing(found, make(name)) as used,
-        closing(found, make(name)) as fresh,
-    ):
+    with closing(found, make(name)) as used, closing(found, make(name)) as fresh:
         api = "classic gym" if isinstance(used, ClassicGym) else "Gymnasium"
         print(f"environment  {faults.name_of(used)} ({api} API)")
         if type(used.unwrapped).__module__.startswith("ale_py"):

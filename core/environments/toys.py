@@ -34,10 +34,7 @@ class Catch(gym.Env):
     Actions: 0 left, 1 stay, 2 right.
     """
 
-    metadata: dict[str, Any] = {
-        "render_modes": ["rgb_array"],
-        "render_fps": 10,
-    }
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 10}
     ROWS, COLUMNS = 10, 5
     PIXELS = 16  # Per cell when rendered.
 

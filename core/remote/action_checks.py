@@ -19,10 +19,7 @@ def action_checks(space: gym.Space, actions: Nest) -> list[Callable[[], None]]:
     The functions raise WireError. Like Gymnasium, they do not check the bounds of a Box
     of floats: many environments clip actions, and policies rely on that.
     """
-    pairs = zip(
-        leaves(leaf_spaces(space), "action"),
-        leaves(actions, "action"),
-    )
+    pairs = zip(leaves(leaf_spaces(space), "action"), leaves(actions, "action"))
     return [
         functools.partial(_check_action, name, leaf, *_limits(leaf), values)
         for (name, leaf), (_, values) in pairs

@@ -17,14 +17,7 @@ import numpy as np
 from core import rollout
 from core.nests import ArraySpec, Nest, leaves
 from core.remote.codec import I64, LEN, VARINT, decode, fields_of, tag, varint
-from core.remote.messages import (
-    Action,
-    Array,
-    Step,
-    ToLearner,
-    ToServer,
-    WireError,
-)
+from core.remote.messages import Action, Array, Step, ToLearner, ToServer, WireError
 from core.rollout import spec_of, value_range
 
 # An observation may be a stack of frames if the length of its first axis is in

@@ -27,11 +27,7 @@ import numpy as np
 from core.errors import ConfigError, Exit
 from core.remote.addresses import STREAMS_SUFFIX, make_private
 from core.running import terminal
-from core.running.machine import (
-    be_killed_first_for_memory,
-    lower_priority,
-    num_cores,
-)
+from core.running.machine import be_killed_first_for_memory, lower_priority, num_cores
 from core.running.signals import STOP_SIGNALS, Pauses, StopSignal, kill_if_hung
 from core.running.supervise import RestartBudget, describe_exit
 from core.running.unit import Unit, end_units

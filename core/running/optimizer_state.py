@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-from core.running.checkpoint import (
-    CheckpointMismatch,
-    join_differences,
-    printable,
-)
+from core.running.checkpoint import CheckpointMismatch, join_differences, printable
 
 
 def optimizer_state(

@@ -13,11 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core import ranks
-from core.algorithm.learners import (
-    LearnerLost,
-    tell_flags_are_wrong,
-    train_together,
-)
+from core.algorithm.learners import LearnerLost, tell_flags_are_wrong, train_together
 from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, UsageError
 from core.running import terminal
 from core.running.checkpoint import CheckpointError, CheckpointMismatch

@@ -39,10 +39,7 @@ from core.errors import Exit
 from core.proc import continue_if_stopped
 from core.running import terminal
 from core.running.signals import Pauses, dump_stacks, pausable
-from core.running.supervise import (
-    exit_with_parent,
-    send_at_parents_end,
-)
+from core.running.supervise import exit_with_parent, send_at_parents_end
 
 log = logging.getLogger(__name__)
 

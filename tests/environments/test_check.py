@@ -18,10 +18,7 @@ from core.environments import check
 from core.rollout import UnlearnableSpace, row_spec, spec_of
 from tests import counting_env
 from tests.counting_env import CountingEnv
-from tests.environments.helpers import (
-    Scripted,
-    frame,
-)
+from tests.environments.helpers import Scripted, frame
 
 DEADLINE_S = 60
 FRESH = itertools.count()  # Numbers never seen before.

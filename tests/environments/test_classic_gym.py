@@ -12,10 +12,7 @@ from core.environments.classic_gym import ClassicGym, adapt, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
 from core.errors import MakeError
-from tests.environments.helpers import (
-    SEED,
-    collect,
-)
+from tests.environments.helpers import SEED, collect
 
 
 def classic(**attributes):

@@ -7,12 +7,7 @@ import pytest
 
 from core.environments.stepping import Environments
 from core.errors import EnvError, EnvSpecError, EnvValueError
-from tests.environments.helpers import (
-    Scripted,
-    empty_rows,
-    frame,
-    step_until_error,
-)
+from tests.environments.helpers import Scripted, empty_rows, frame, step_until_error
 
 VIOLATIONS = {
     "float64 for uint8": (

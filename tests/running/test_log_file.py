@@ -12,12 +12,7 @@ from pathlib import Path
 
 from core.running import log_file, log_setup, logs, terminal
 from tests.conftest import wait_until
-from tests.running.conftest import (
-    event_steps,
-    read_rows,
-    run_child,
-    steps_of,
-)
+from tests.running.conftest import event_steps, read_rows, run_child, steps_of
 
 FULL_DISK = """
 run_dir = Path(sys.argv[1])

@@ -14,9 +14,7 @@ import pytest
 
 from core.running import signals
 from core.running.signals import StopSignal
-from core.running.supervise import (
-    start_thread,
-)
+from core.running.supervise import start_thread
 from tests.conftest import wait_until
 from tests.python import run_python
 from tests.running.conftest import DEADLINE_S
