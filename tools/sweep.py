@@ -36,7 +36,6 @@ run failed; 75 runs were stopped and can go on; 78 savedir was made with other f
 import argparse
 import contextlib
 import csv
-import ctypes
 import dataclasses
 import datetime
 import fcntl
@@ -63,9 +62,10 @@ from rich.table import Table
 from core import flag_types
 from core.errors import Exit
 from core.running import common_flags, terminal
+from core.running.log_setup import is_terminal
 from core.running.machine import num_cores
 from core.running.signals import StopSignal
-from core.running.supervise import describe_exit
+from core.running.supervise import describe_exit, send_at_parents_end
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -221,10 +221,9 @@ def to_words(key: str, value: Any) -> list[str]:
 
 @functools.cache
 def flags_with_opposites() -> set[str]:
-    parser = argparse.ArgumentParser()
-    common_flags.add_environment_flags(parser)
     kind = argparse.BooleanOptionalAction
-    return {action.dest for action in parser._actions if isinstance(action, kind)}
+    flags = common_flags.environment_flags()
+    return {action.dest for action in flags if isinstance(action, kind)}
 
 
 # --------------------------------------------------------------------------- one run
@@ -280,11 +279,11 @@ def in_child(cores: list[int]) -> Callable[[], None] | None:
     """
     if sys.platform != "linux":
         return None
-    parent, prctl, pr_set_pdeathsig = os.getpid(), ctypes.CDLL(None).prctl, 1
+    parent = os.getpid()
 
     def prepare() -> None:
         os.sched_setaffinity(0, cores)  # What the trainer starts inherits it.
-        prctl(pr_set_pdeathsig, int(signal.SIGTERM))
+        send_at_parents_end(signal.SIGTERM)
         if os.getppid() != parent:  # It has ended meanwhile.
             os._exit(Exit.STOPPED)
 
@@ -438,7 +437,7 @@ class View:
         self._states = {run.name: "queued" for run in runs}  # As shown last.
         self._lines_at = time.monotonic()
         self._console = Console()
-        self._in_terminal = sys.stdout.isatty() and not self._console.is_dumb_terminal
+        self._in_terminal = is_terminal(self._console)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "View":
