@@ -173,13 +173,12 @@ class BatchCounts:
 
 
 def count_all_steps(batch: Nest) -> dict[str, float]:
-    """Return the numbers of all, of new and of replayed transitions of a batch."""
+    """Return the numbers of all, of new and of replayed transitions of a batch.
+
+    No transition starts at a truncated row.
+    """
     new, replayed = (
-        0 if part is None else _count_steps(part) for part in replay.split(batch)
+        0 if part is None else int(np.count_nonzero(~part["truncated"][:-1]))
+        for part in replay.split(batch)
     )
     return {"steps": new + replayed, "new_steps": new, "replayed_steps": replayed}
-
-
-def _count_steps(batch: Mapping[str, np.ndarray]) -> int:
-    """Return the number of transitions of a batch. None starts at a truncated row."""
-    return int(np.count_nonzero(~batch["truncated"][:-1]))
