@@ -623,7 +623,7 @@ def test(flags: argparse.Namespace) -> Exit:
             recycle_games=flags.recycle_games,
             **options,
         ),
-        create_net=lambda obs, action: create_net(flags, Spaces(obs, action)),
+        create_net=functools.partial(create_net, flags),
         policy=policy,
     )
     return Exit.DONE

@@ -671,7 +671,7 @@ def test(flags: argparse.Namespace) -> Exit:
     evaluation.test_run(
         flags,
         create_envs=functools.partial(polybeast_env.create_environments, flags, 1),
-        create_net=lambda obs, action: create_net(flags, Spaces(obs, action)),
+        create_net=functools.partial(create_net, flags),
         policy=policy,
     )
     return Exit.DONE

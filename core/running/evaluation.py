@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 
 from core.action_spaces import check_spaces
@@ -22,6 +21,7 @@ from core.environments.faults import describe
 from core.environments.stepping import Environments
 from core.errors import ConfigError, EnvError, MakeError
 from core.nests import Nest
+from core.rollout import Spaces
 from core.running import checkpoint, common_flags, dashboard
 from core.running.randomness import seed_rng
 from core.running.unit import limit_calls
@@ -204,7 +204,7 @@ def test_run(
     flags: argparse.Namespace,
     *,
     create_envs: Callable[..., Environments],
-    create_net: Callable[[gym.Space, gym.Space], Any],
+    create_net: Callable[[Spaces], Any],
     policy: Callable[[Any], Policy],
 ) -> None:
     """Play --num_episodes full games with a run's newest checkpoint; report the games.
@@ -212,8 +212,7 @@ def test_run(
     Args:
       create_envs: function that creates one environment. It is called with
         `render_mode` and with keyword arguments for `Environments`.
-      create_net: function that creates the network, given the observation space and the
-        action space.
+      create_net: function that creates the network for an environment's spaces.
       policy: function that returns the `Policy` of a network.
 
     Raises:
@@ -246,7 +245,7 @@ def test_run(
             raise ConfigError(str(error)) from error
         stack.enter_context(contextlib.closing(envs))
         check_spaces(envs.observation_space, envs.action_space)
-        net = create_net(envs.observation_space, envs.action_space)
+        net = create_net(Spaces(envs.observation_space, envs.action_space))
         net.load_state_dict(checkpoint.weights_for(net, found))
         net.eval()  # No dropout. In a run, actors and learner are in training mode.
         print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")
