@@ -162,7 +162,7 @@ class EpisodeStats:
         self._steps: collections.deque[int] = collections.deque(maxlen=window)
         self._life_returns: collections.deque[float] = collections.deque(maxlen=window)
         self._games = 0
-        self._best: float | None = None
+        self._best: float | None = None  # The highest mean over a full window.
 
     def add_games(self, returns: Iterable[float], steps: Iterable[float]) -> None:
         """Count finished full games."""
@@ -172,7 +172,7 @@ class EpisodeStats:
                 self._returns.append(float(game_return))
                 self._steps.append(int(game_steps))
                 if len(self._returns) == self._returns.maxlen:
-                    mean = _mean(self._returns)
+                    mean = sum(self._returns) / len(self._returns)
                     if self._best is None or mean > self._best:
                         self._best = mean
 
@@ -181,35 +181,19 @@ class EpisodeStats:
         with self._lock:
             self._life_returns.extend(float(r) for r in returns)
 
-    @property
-    def games(self) -> int:
-        """Number of full games finished so far."""
-        with self._lock:
-            return self._games
+    def columns(self) -> dict[str, float | None]:
+        """Return the log's columns about games and episodes; None: there is none yet.
 
-    @property
-    def mean_return(self) -> float | None:
-        """Mean return of the last full games; None before the first."""
+        `core.running.columns` says what each means.
+        """
         with self._lock:
-            return _mean(self._returns) if self._returns else None
-
-    @property
-    def mean_step(self) -> float | None:
-        """Mean length of the same games, in agent steps."""
-        with self._lock:
-            return _mean(self._steps) if self._steps else None
-
-    @property
-    def mean_life_return(self) -> float | None:
-        """Mean return of the last episodes; None before the first."""
-        with self._lock:
-            return _mean(self._life_returns) if self._life_returns else None
-
-    @property
-    def best_mean_return(self) -> float | None:
-        """Highest mean over a full window so far; None before the first one."""
-        with self._lock:
-            return self._best
+            return {
+                "mean_episode_return": _mean(self._returns),
+                "mean_episode_step": _mean(self._steps),
+                "games": self._games,
+                "best_mean_return": self._best,
+                "mean_life_return": _mean(self._life_returns),
+            }
 
     def state(self) -> dict[str, Any]:
         """Return all fields as JSON values, for `restore` and `merge`."""
@@ -239,5 +223,5 @@ class EpisodeStats:
             self._life_returns = collections.deque(state["life_returns"], window)
 
 
-def _mean(values: Sequence[float] | collections.deque) -> float:
-    return sum(values) / len(values)
+def _mean(values: Sequence[float] | collections.deque) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -440,7 +440,7 @@ class Run:
         next row: therefore only `log` writes the last row.
         """
         learner, now = self.learner, time.monotonic()
-        step, episodes = learner.step, learner.counts.episodes
+        step = learner.step
         if not is_last and (learner.stopped or learner.finished()):
             return
         steps = step - self._last_step
@@ -449,11 +449,7 @@ class Run:
             "frames": step * self._frames_per_step,
             "time_s": self._earlier_s + now - self._started,
             "sps": steps / max(now - self._last_log, 1e-9),
-            "mean_episode_return": episodes.mean_return,
-            "mean_episode_step": episodes.mean_step,
-            "games": episodes.games,
-            "best_mean_return": episodes.best_mean_return,
-            "mean_life_return": episodes.mean_life_return,
+            **learner.counts.episodes.columns(),
             "learning_rate": learner.optimizers[0].param_groups[0]["lr"],
             "updates": learner.updates,
             "skipped_updates": learner.skipped,

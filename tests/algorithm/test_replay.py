@@ -230,7 +230,7 @@ def test_steps_episodes_and_rows_are_those_of_new_rollouts():
         == {"learned": T * NEW, "stale": 0, "unused": 0}
     )
     assert learner.counts.episodes.state() == alone.counts.episodes.state()
-    assert learner.counts.episodes.games == 1
+    assert learner.counts.episodes.columns()["games"] == 1
     row, row_alone = learner.counts.averages.pop(), alone.counts.averages.pop()
     for column in ("policy_lag_mean", "policy_lag_max", "info_half"):
         assert row[column] == row_alone[column]
