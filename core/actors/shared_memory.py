@@ -164,13 +164,8 @@ class RolloutBuffers:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "_row_spec": self._row_spec,
-            "num_buffers": self.num_buffers,
-            "unroll_length": self.unroll_length,
-            "envs_per_actor": self.envs_per_actor,
-            "_shared": self._shared,
-        }
+        views = ("rows", "agent_state")  # Of `_shared`; `_view` makes them again.
+        return {key: value for key, value in vars(self).items() if key not in views}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
