@@ -19,6 +19,7 @@ of its turns is found nine times in ten.
 Exit status: 0 nothing is slower, or there is nothing to compare with; 1 something is.
 """
 
+import argparse
 import json
 import math
 import platform
@@ -67,6 +68,7 @@ def measurements() -> dict[str, tuple]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     rates: dict[str, list[float]] = {name: [] for name in measurements()}
     for repeat in range(REPEATS):
         for name, (measure, *args) in measurements().items():

@@ -201,8 +201,8 @@ def add_server_flags(group: Any) -> None:
         type=int_at_least(1),
         metavar="K",
         help="environments of a stream. The stream steps them one after another, and "
-        "one message carries the rows of all. Default: 8, or the next lower divisor of "
-        "the learner's --batch_size",
+        "one message carries the rows of all. Default: 8; for the servers that a "
+        "learner starts itself the largest divisor of its new rollouts up to 8",
     )
     group.add_argument(
         "--streams_per_server",
@@ -228,8 +228,8 @@ def add_server_flags(group: Any) -> None:
     group.add_argument(
         "--insecure",
         action="store_true",
-        help="connect to other machines without --tls_dir: anybody on the network "
-        "between them can read and change all traffic",
+        help="connect to other machines without --tls_dir: anybody who reaches the "
+        "port can take part, and the network can read and change all traffic",
     )
     group.add_argument(
         "--keepalive_s",

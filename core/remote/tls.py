@@ -245,8 +245,8 @@ def _advice(problem: str) -> str:
     """Return the remedy for an OpenSSL error."""
     if "expired" in problem or "not yet valid" in problem:
         return (
-            ". Check the clocks of both machines; python -m tools.certs --renew makes "
-            "new certificates"
+            ". Check the clocks of both machines; python -m tools.certs --hosts ... "
+            "--renew makes new certificates"
         )
     if "mismatch" in problem:
         return (

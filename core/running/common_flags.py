@@ -128,8 +128,8 @@ def add_environment_flags(parser: argparse.ArgumentParser) -> None:
     env.add_argument(
         "--env",
         help="a Gymnasium id, 'package.module:function', 'gym:ID' for classic gym, or "
-        f"the built-in Catch or Memory. Default: {ENV}, or what servers play that "
-        "run already (--server_addresses, --listen)",
+        f"the built-in Catch or Memory. Default: {ENV}; PolyBeast with "
+        "--server_addresses or --listen: what the servers play",
     )
     env.add_argument(
         "--env_step_timeout_s",
