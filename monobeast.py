@@ -87,7 +87,6 @@ from core.running.signals import StopSignal
 from core.running.supervise import (
     Watchdog,
     check_main_file,
-    join_threads,
     raise_failures,
     start_thread,
 )
@@ -546,8 +545,7 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     finally:
         watchdog.close()
         actors.stop_handing_out()
-        update_s = min(learner.longest_update_s, flags.stall_timeout_s)
-        join_threads(threads, LEARNER_JOIN_S + update_s)
+        run.join(threads, LEARNER_JOIN_S)
         actors.close()
     raise_failures(threads)  # A thread may have failed at the last moment.
     run.log(actors.stats())  # The last row, now that the last update is done.

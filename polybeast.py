@@ -98,7 +98,6 @@ from core.running.program import run_program
 from core.running.run import Run, run_folder
 from core.running.signals import StopSignal
 from core.running.supervise import (
-    join_threads,
     raise_failures,
     start_thread,
     wait_for_failure,
@@ -640,8 +639,7 @@ def train_async(
             actors.stop()
             inference_batcher.close()
             learner_queue.close()
-            update_s = min(learner.longest_update_s, flags.stall_timeout_s)
-            join_threads(threads, JOIN_S + update_s)
+            run.join(threads, JOIN_S)
     raise_failures(threads)  # A thread may have failed while it was being stopped.
     run.log(last)  # Has the last update, but not the steps discarded by stopping.
     run.check_ledger(*watch.rows())

@@ -8,7 +8,7 @@ implements --max_policy_lag, which removes rollouts from batches.
 import argparse
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -139,19 +139,23 @@ class BatchCounts:
         self.rows["learned" if is_learned else "unused"] += rows["done"].size
         return num_steps
 
-    def report(self, learners: Learners, busy: BusyTime) -> None:
-        """Send learner 0 the counts since the last report. Learner 0 adds them up."""
-        report = None
-        if learners.rank > 0:
-            report = {
-                "episodes": self.episodes.state(),
-                "averages": self.averages.take(),
-                "stale": self.stale,
-                "busy": busy.pop(),
-                "columns": learners.columns,
-            }
-            self.episodes, self.stale = EpisodeStats(), 0
-        for other in learners.report(report):
+    def take_report(self, learners: Learners, busy: BusyTime) -> dict[str, Any] | None:
+        """Return the counts since the last report, for learner 0; its own is None."""
+        if learners.rank == 0:
+            return None
+        report = {
+            "episodes": self.episodes.state(),
+            "averages": self.averages.take(),
+            "stale": self.stale,
+            "busy": busy.pop(),
+            "columns": learners.columns,
+        }
+        self.episodes, self.stale = EpisodeStats(), 0
+        return report
+
+    def add_reports(self, reports: Iterable[Mapping[str, Any]]) -> None:
+        """In learner 0, add the other learners' counts to its own."""
+        for other in reports:
             self.episodes.merge(other["episodes"])
             self.averages.merge(*other["averages"])
             self.stale += other["stale"]

@@ -148,7 +148,7 @@ class Learners:
         for gradient, part in zip(gradients, parts):
             gradient.copy_(part.view_as(gradient))
 
-    def sum(self, numbers: Mapping[Any, float]) -> dict[Any, float]:
+    def sum(self, numbers: dict[Any, float]) -> dict[Any, float]:
         """Return the sums over all learners of some numbers, in float64.
 
         The names must be the same in all learners, and in the same order.
@@ -327,7 +327,33 @@ class Learners:
         if (rank := self._read("ended")) is not None:
             raise self._end_of(int(rank)) or LearnerLost(f"learner {rank} has ended")
 
+    # ------------------------------------------------------------- at the end of a run
+
+    def send_rows(self, rows: Mapping[str, int]) -> None:
+        """Tell learner 0 what became of the rows that this learner has received."""
+        self._tell(f"rows/{self.rank}", json.dumps(rows))
+
+    def sum_rows(self) -> dict[str, int] | None:
+        """Return the sums of what all learners have sent by `send_rows`.
+
+        For learner 0, which waits for END_S: None if a learner has not sent its rows.
+        """
+        deadline = time.monotonic() + END_S
+        while True:
+            found = [self._read(f"rows/{rank}") for rank in range(self.size)]
+            parts = [json.loads(text) for text in found if text is not None]
+            if len(parts) == self.size:
+                return {key: sum(part[key] for part in parts) for key in parts[0]}
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+
     # ---------------------------------------------------------------------- stopping
+
+    def waited_s(self) -> float:
+        """Return for how long the present update has waited for another learner."""
+        since = self.waits_since
+        return time.monotonic() - since if since else 0.0
 
     def check_stop(self, has_signal: bool) -> bool:
         """Exchange stop signals with the other learners. For the main thread.
@@ -438,6 +464,8 @@ class Learners:
         is_early = status not in (Exit.DONE, Exit.STOPPED)
         # Without torchrun, learner 0 keeps the store: the others must read it first.
         if not is_early or self.rank == 0:
+            # Without an agreement to stop, a learner may be away. Learner 0 has saved.
+            is_early |= self.rank == 0 and not self.is_over
             deadline = time.monotonic() + (END_S if is_early else LAST_SAVE_S)
             others = [r for r in range(self.size) if r != self.rank]
             while time.monotonic() < deadline:

@@ -13,6 +13,7 @@ and changes no statistics. The test modes do not change them.
 import argparse
 import itertools
 import logging
+from collections.abc import Iterable
 
 import gymnasium as gym
 import numpy as np
@@ -20,7 +21,6 @@ import torch
 from torch import nn
 
 from core.action_spaces import ACTION_MASK
-from core.algorithm.learners import Learners
 from core.errors import ConfigError
 from core.nests import Nest, leaves, map_nest
 from core.rollout import leaf_spaces
@@ -93,30 +93,27 @@ class RunningNorm(nn.Module):
         y = (x - self.mean) * (self.var + EPSILON).rsqrt()
         return y.clamp(-CLIP, CLIP).add(x, alpha=0).float()  # 0 * infinity is NaN.
 
+    def learn(self, x: torch.Tensor) -> None:
+        """Add the rows of x [N, *shape] to the statistics, which are over all rows."""
+        self.add(self.moments(x))
+
     @torch.no_grad()
-    def learn(self, x: torch.Tensor, learners: Learners | None = None) -> None:
-        """Add the rows of x [N, *shape] to the statistics, which are over all rows.
+    def moments(self, x: torch.Tensor) -> torch.Tensor:
+        """Return number, mean and variance of rows [N, *shape]: [3, *shape] float64."""
+        var, mean = torch.var_mean(x.double(), dim=0, correction=0)
+        return torch.stack([torch.full_like(mean, len(x)), mean, var])
+
+    @torch.no_grad()
+    def add(self, moments: torch.Tensor) -> None:
+        """Add rows to the statistics, given their `moments`, as Chan et al. 1979 do.
 
         Writes in place: actors and CUDA graphs hold these tensors. If a value is not
         finite, the statistics do not change.
-
-        Args:
-          learners: the learners, each of which makes this call with its own rows. The
-            statistics are the same in all of them.
         """
-        var, mean = torch.var_mean(x.double(), dim=0, correction=0)
-        if learners is None:
-            self._add(len(x), mean, var)
-            return
-        moments = torch.stack([torch.full_like(mean, len(x)), mean, var])
-        for part in learners.gather(moments):
-            self._add(int(part[0].max()), part[1], part[2])
-
-    def _add(self, num: int, mean: torch.Tensor, var: torch.Tensor) -> None:
-        """Combine two means and variances as Chan et al. 1979 do."""
+        num, mean, var = moments
         if not var.isfinite().all():  # Syncs with the device.
             return
-        self.count += num
+        self.count += num.max() if num.numel() else 0
         weight, delta = num / self.count, mean - self.mean
         self.var.mul_(1 - weight).add_(weight * (var + (1 - weight) * delta**2))
         self.mean += weight * delta
@@ -152,20 +149,29 @@ class InputNorm(nn.Module):
         reward = rows["reward"] if self.clip_rewards else self.reward(rows["reward"])
         return {**rows, "observation": observation, "reward": reward}
 
-    def learn(self, rows: dict[str, Nest], learners: Learners | None = None) -> None:
-        """Add the rows [T + 1, B, ...] of a batch to the statistics.
+    def moments(self, rows: dict[str, Nest]) -> torch.Tensor:
+        """Return what `learn` needs of a batch [T + 1, B, ...]: [N] float64.
 
-        Row 0 is left out: it was the last row of the previous rollout. With `learners`,
-        each learner adds the rows of its own batch.
+        Row 0 is left out: it was the last row of the previous rollout.
         """
-
-        def learn(i: int, x: torch.Tensor) -> None:
-            if isinstance(norm := self.observation[i], RunningNorm):
-                norm.learn(x[1:].flatten(0, 1), learners)
-
-        map_nest(learn, self._number, rows["observation"])
+        inputs = [x for _, x in leaves(rows["observation"])]
+        found = [
+            norm.moments(x[1:].flatten(0, 1)).flatten()
+            for norm, x in zip(self.observation, inputs, strict=True)
+            if isinstance(norm, RunningNorm)
+        ]
         if not self.clip_rewards:
-            self.reward.learn(rows["reward"][1:].flatten(), learners)
+            found.append(self.reward.moments(rows["reward"][1:].flatten()))
+        return torch.cat(found) if found else rows["reward"].new_zeros(0).double()
+
+    def learn(self, moments: Iterable[torch.Tensor]) -> None:
+        """Add batches to the statistics, given the `moments` of each."""
+        norms = [norm for norm in self.observation if isinstance(norm, RunningNorm)]
+        norms += [] if self.clip_rewards else [self.reward]
+        sizes = [3 * norm.mean.numel() for norm in norms]
+        for batch in moments:
+            for norm, part in zip(norms, batch.split(sizes), strict=True):
+                norm.add(part.view(3, *norm.mean.shape))
 
 
 def _norm_for(space: gym.Space) -> nn.Module:

@@ -31,7 +31,7 @@ from core.algorithm.batch_counts import BatchCounts, count_all_steps
 from core.algorithm.counters import BusyTime
 from core.algorithm.distributions import ActionDistribution
 from core.algorithm.gpu import Graphs, in_stream
-from core.algorithm.learners import CHECK_UPDATES, current
+from core.algorithm.learners import CHECK_UPDATES, Learners, current
 from core.algorithm.losses import ImpalaLoss
 from core.algorithm.normalization import check_statistics
 from core.errors import StallError
@@ -45,8 +45,10 @@ State = tuple[torch.Tensor, ...]  # The recurrent state: [layers, B, hidden] eac
 class Learner:
     """The network being trained, its optimizers, and the counters of the updates.
 
-    Learner threads and the main thread share it: `lock` is held for every update and
-    every snapshot, so that a checkpoint never holds half an update.
+    Learner threads and the main thread share it. A thread holds `turn` during its whole
+    update, and `lock` while the update changes the weights and the counters. Snapshots
+    take only `lock`: so a checkpoint never holds half an update, and does not wait for
+    a gradient or for another learner.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class Learner:
         if self.device.type == "cuda" and not flags.use_lstm:
             record = not flags.disable_cuda_graphs
             self.gradient = Graphs(self.gradient, self.device, record=record)
+        self.turn = threading.Lock()
         self.lock = threading.Lock()
-        # Guarded by `lock`:
+        # Guarded by `lock`; changed only by the thread that also holds `turn`:
         self.step = 0  # Agent steps (not rows) of all updates, skipped ones included.
         self.updates = 0  # Optimizer steps: the version of the weights.
         self.skipped = 0  # Updates left out because something was not finite.
@@ -99,6 +102,7 @@ class Learner:
         self.learners = current()
         # A signal stopped the run; of several learners, all have agreed to stop.
         self.stopped = False
+        self.is_closed = False  # The run has ended: no update changes anything.
         self.longest_update_s = 0.0  # The time of the longest update since the start.
         self.busy = BusyTime()  # Since the last row of the log. Has a lock of its own.
 
@@ -127,22 +131,23 @@ class Learner:
                 lambda x: x.to(self.device, non_blocking=True), (batch, state)
             )
         batch = map_nest(lambda x: x.numpy(), batch)
-        with self.lock, self.busy.measure("learner"):
-            if self.finished() or self.failed or self.stopped:
-                self.counts.add_unused(batch)
-                return
-            batch, rows, state = self.counts.leave_out_stale(
-                (batch, rows, state), self.updates
-            )
-            if not replay.split(batch)[0]["done"].size:  # Every new rollout was stale.
-                return
+        with self.turn, self.busy.measure("learner"):
+            with self.lock:
+                if self.finished() or self.failed or self.stopped or self.is_closed:
+                    self.counts.add_unused(batch)
+                    return
+                batch, rows, state = self.counts.leave_out_stale(
+                    (batch, rows, state), self.updates
+                )
+                if not replay.split(batch)[0]["done"].size:  # All new ones were stale.
+                    return
+                # The learning rate of each parameter group falls linearly to 0.
+                for optimizer in self.optimizers:
+                    for group in optimizer.param_groups:
+                        remaining = 1 - self.step / flags.total_steps
+                        group["lr"] = group["initial_lr"] * remaining
 
             began = time.monotonic()
-            # The learning rate of each parameter group falls linearly to 0.
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    remaining = 1 - self.step / flags.total_steps
-                    group["lr"] = group["initial_lr"] * remaining
             parts = self.gradient(rows, state)  # Forward and backward pass.
             if self.learners is not None:
                 self.learners.sum_gradients(net)
@@ -153,22 +158,34 @@ class Learner:
             sums |= count_all_steps(batch)
             if self.learners is not None:
                 sums = self.learners.sum_update(sums)
-                self.stopped = self.learners.has_agreed_to_stop
             is_finite = math.isfinite(sums["total_loss"] + sums["grad_norm"])
-            if is_finite:
-                for optimizer in self.optimizers:
-                    optimizer.step()
-                self._learn_statistics(rows, sums)
-            self._count(batch, sums, is_finite)
+            moments = self._input_moments(rows) if is_finite else []
+            with self.lock:
+                if self.is_closed:
+                    self.counts.add_unused(batch)
+                    return
+                if is_finite:
+                    for optimizer in self.optimizers:
+                        optimizer.step()
+                    self._learn_statistics(moments, sums)
+                self._count(batch, sums, is_finite)
             if self.learners is not None:
-                self._meet_learners()
+                self._meet_learners(self.learners)
             self.longest_update_s = max(self.longest_update_s, time.monotonic() - began)
 
-    def _learn_statistics(self, rows: Nest, sums: dict[Any, float]) -> None:
+    def _input_moments(self, rows: Nest) -> list[torch.Tensor]:
+        """Return what --normalize_observations learns from a batch, of each learner."""
+        if not self.flags.normalize_observations:
+            return []
+        moments = self.net.normalize.moments(replay.split(rows)[0])  # Of new rows only.
+        return [moments] if self.learners is None else self.learners.gather(moments)
+
+    def _learn_statistics(
+        self, moments: list[torch.Tensor], sums: dict[Any, float]
+    ) -> None:
         """Add a batch to the network's running statistics, if flags ask for these."""
-        if self.flags.normalize_observations:
-            new_rows = replay.split(rows)[0]  # Each row counts once.
-            self.net.normalize.learn(new_rows, self.learners)
+        if moments:
+            self.net.normalize.learn(moments)
         if self.flags.normalize_returns and (num_steps := int(sums["steps"])):
             self.net.baseline.learn(*losses.target_moments(sums, num_steps))
 
@@ -196,13 +213,16 @@ class Learner:
                 "--learning_rate, or check the environment's observations and rewards."
             )
 
-    def _meet_learners(self) -> None:
+    def _meet_learners(self, learners: Learners) -> None:
         """After an update: send learner 0 its report; compare the weights."""
-        learners = self.learners
-        assert learners is not None
+        self.stopped = learners.has_agreed_to_stop
         learners.is_over = self.finished() or self.stopped
         if learners.is_report_due or learners.is_over:
-            self.counts.report(learners, self.busy)
+            with self.lock:
+                report = self.counts.take_report(learners, self.busy)
+            reports = learners.report(report)
+            with self.lock:
+                self.counts.add_reports(reports)
         if self.updates % CHECK_UPDATES == 0:
             learners.check_weights(self.net)
 

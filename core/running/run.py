@@ -50,7 +50,7 @@ from core.running.compute import gpu_utilization, on_one_core
 from core.running.randomness import seed_rng
 from core.running.resume import Snapshots, plain
 from core.running.signals import StopSignal
-from core.running.supervise import start_thread
+from core.running.supervise import join_threads, start_thread
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ NOT_NORMAL = {
 LARGE = 4096  # Numbers; a flat observation of more is probably a picture.
 LOG_S = 10.0  # How long the end of a run waits for a row that is being written.
 SAY_HANGS_S = 30.0  # Interval of warnings that the disk has not taken a row or save.
-LOCK_S = 10.0  # How long a checkpoint or the last row waits for the end of an update.
+LOCK_S = 10.0  # How long a checkpoint or the last row waits for an update's last part.
+GIVE_UP_S = 1.0  # How long the end of a run waits for threads if a learner is away.
 
 
 # The state in a checkpoint besides the learner: (values for JSON, groups of tensors).
@@ -152,7 +153,7 @@ class Run:
         self._began: dict[str, float] = {}  # When, or when it was last warned of.
         self._checkpoints = run_dir / "checkpoints"
         self._earlier_s = 0.0  # Training time before the last resume.
-        self._ledger: dict[str, int] = {}  # The sums of `check_ledger`.
+        self._has_sent_rows = False  # To learner 0, or learner 0 to itself.
 
     def resume(self) -> checkpoint.Checkpoint | None:
         """Resume from the newest good checkpoint; return it, or None in a new run.
@@ -261,12 +262,28 @@ class Run:
             self.learner.stopped = has_signal
         return not has_signal and not self.learner.finished()
 
+    def join(
+        self, threads: Mapping[str, concurrent.futures.Future], limit_s: float
+    ) -> None:
+        """Wait for threads that must stop; after that no update changes anything.
+
+        The limit is that of an update longer. But an update that has already waited for
+        another learner for STOP_S is given up: that learner may never come back, and a
+        scheduler that stops this one gives it only some seconds.
+        """
+        limit_s += min(self.learner.longest_update_s, self.flags.stall_timeout_s)
+        if self._others is not None and self._others.waited_s() > learners.STOP_S:
+            log.warning("The present update waits for another learner: it is given up")
+            limit_s = min(limit_s, GIVE_UP_S)
+        join_threads(threads, limit_s)
+        self.learner.is_closed = True
+
     def check_ledger(self, received: int, others: Mapping[str, int]) -> None:
         """Log how many rows were received, and how many were learned, stale etc.
 
         The numbers are those since the start. Row 0 of each rollout does not count,
         because it is the last row of the previous rollout. Each of several learners
-        checks its own rows here; `end` adds them up.
+        checks its own rows here; `end` adds up those of all.
 
         Args:
           received: number of rows that this process has received.
@@ -276,24 +293,25 @@ class Run:
         Raises:
           RuntimeError: the sum is wrong: rows were lost, or learned twice.
         """
+        if self.learner.turn.locked():
+            log.warning("The received rows are not added up: an update has not ended")
+            return
         parts = {**self.learner.counts.rows, **others}
         text = describe_ledger(received, parts)
         if received != sum(parts.values()):
             raise RuntimeError(f"{text}: the sum is wrong")
         if self._others is None:
             log.info("%s", text)
-        self._ledger = {"received": received, **parts}
+        else:
+            self._others.send_rows({"received": received, **parts})
+            self._has_sent_rows = True
 
     def end(self) -> Exit:
-        """Log how the run ended; return the exit status.
-
-        Raises:
-          LearnerLost: one of several learners has failed since the last update.
-        """
-        # The last checkpoint is written: nothing is lost if a learner does not answer.
-        if self._others is not None and self._others.is_over and self._ledger:
-            total = {k: round(n) for k, n in self._others.sum(self._ledger).items()}
-            log.info("%s", describe_ledger(total.pop("received"), total))
+        """Log how the run ended; return the exit status."""
+        if self._others is not None and self._has_folder and self._has_sent_rows:
+            # The last checkpoint is written, so nothing is lost if a learner is late.
+            if (total := self._others.sum_rows()) is not None:
+                log.info("%s", describe_ledger(total.pop("received"), total))
         if not self.learner.finished():
             who = self.stop.received.name if self.stop.received else "another learner"
             remedy = (

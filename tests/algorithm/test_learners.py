@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several learners do the updates that one learner does with the whole batch."""
 
+import concurrent.futures
 import os
 import signal
 import socket
+import threading
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 import monobeast
-from core.algorithm import learners
+from core.algorithm import learners, update
 from core.algorithm.learners import LearnerLost
 from core.errors import ConfigError, Exit, UsageError
 from core.nests import map_nest
@@ -69,7 +71,6 @@ def parse(*argv):
 def be_learner(env, task, folder, argv):
     """Run in a process of its own: be one of several learners."""
     os.environ.update(env)
-    learners.START_S = float(env.get("START_S", learners.START_S))
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
 
     def train(flags):
@@ -320,6 +321,34 @@ def test_a_learner_that_waits_for_another_says_so(together):
     assert together(wait_and_say) == {0: "Waiting for another learner for 0 s"}
 
 
+class Lost(learners.Learners):
+    """The connection to a learner that is killed when statistics are exchanged."""
+
+    def __init__(self):
+        self.has_agreed_to_stop = self.is_report_due = False
+        self.waits_since = 0.0
+
+    def sum_gradients(self, net):
+        pass
+
+    def sum_update(self, sums):
+        return sums
+
+    def gather(self, x):
+        raise LearnerLost("learner 1 was killed")
+
+
+def test_a_learner_that_is_killed_within_an_update_leaves_nothing_of_it(monkeypatch):
+    monkeypatch.setattr(update, "current", Lost)
+    learner = monobeast.create_learner(parse(), Spaces(VECTOR, ACTIONS))
+    before = {k: x.clone() for k, x in learner.net.state_dict().items()}
+    with pytest.raises(LearnerLost):
+        learner.update(whole_batch(0), learner.net.initial_state(COLUMNS))
+    assert learner.step == learner.updates == 0
+    for name, x in learner.net.state_dict().items():
+        assert torch.equal(x, before[name]), name
+
+
 def say_hello(flags, rank, size, folder):
     assert learners.current().sum({"x": rank + 1.0}) == {"x": 3.0}
     return Exit.DONE
@@ -384,13 +413,37 @@ def test_a_learner_that_does_not_come_is_named(monkeypatch):
         assert error.value.status == Exit.INTERNAL
 
 
-def test_a_learner_that_does_not_come_is_named_without_torchrun(together):
-    """Learner 0 keeps the store until learner 1 has read there who is missing."""
-    envs = [env | {"START_S": "2"} for env in environments(3)[:2]]
-    errors = together(say_hello, envs, argv=lambda rank: ["--stall_timeout_s", "1"])
-    text = "learner 2 of 3 did not connect within 2 s."
-    assert errors[0].startswith(f"LearnerLost: {text}")
-    assert text in errors[1]
+def test_without_torchrun_learner_0_names_who_does_not_come(monkeypatch):
+    """It keeps the store until a learner that waits there has read the name."""
+    env = environments(3)[0]
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(learners, "START_S", 0.1)
+    opened, closing = threading.Event(), threading.Event()
+
+    def be_learner_1():
+        port = int(env["MASTER_PORT"])
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = PrefixStore("start/0", store)
+        store.set("process/1", f"{os.getpid()} {socket.gethostname()}")
+        opened.set()
+        assert closing.wait(DEADLINE_S)
+        return store.get("end/0").decode()
+
+    learner_1 = start_thread("learner-1", be_learner_1)
+
+    def sleep(seconds):
+        assert opened.wait(DEADLINE_S)
+        if seconds == learners.END_S:  # Otherwise the store would end now.
+            closing.set()
+            concurrent.futures.wait([learner_1], DEADLINE_S)
+
+    monkeypatch.setattr(learners.time, "sleep", sleep)
+    with pytest.raises(LearnerLost) as error:
+        learners.train_together(lambda flags: Exit.DONE, parse("--stall_timeout_s", "1"))
+    text = "learner 2 of 3 did not connect within "
+    assert str(error.value).startswith(text)
+    assert learner_1.result().startswith(f"{int(Exit.INTERNAL)} {text}")
 
 
 def test_a_learner_with_wrong_flags_ends_after_those_of_other_machines(monkeypatch):

@@ -184,7 +184,7 @@ def test_what_is_not_finite_shows_and_changes_no_statistics(bad):
 def test_each_float_leaf_has_statistics_of_its_own_and_others_stay_as_they_are():
     norm = InputNorm(MIXED, clip_rewards=False)
     rows = random_batch(MIXED)
-    norm.learn(rows)
+    norm.learn([norm.moments(rows)])
     got = norm(rows)
     seen = rows["observation"]
     for name, x, y in (
@@ -210,7 +210,7 @@ def test_each_float_leaf_has_statistics_of_its_own_and_others_stay_as_they_are()
 def test_a_reward_that_the_network_clips_is_not_normalized():
     norm = InputNorm(VECTOR, clip_rewards=True)
     rows = random_batch()
-    norm.learn(rows)
+    norm.learn([norm.moments(rows)])
     assert norm(rows)["reward"] is rows["reward"]
 
 
@@ -238,7 +238,7 @@ def test_the_network_sees_normalized_rows(module, use_lstm):
     torch.manual_seed(0)
     plain = module.Net(VECTOR, ACTIONS, **options)
     rows = random_batch()
-    net.normalize.learn(random_batch(seed=1))
+    net.normalize.learn([net.normalize.moments(random_batch(seed=1))])
     said, _ = net(rows, net.initial_state(B))
     expected, _ = plain(net.normalize(rows), net.initial_state(B))
     for key, x in said.items():

@@ -241,6 +241,37 @@ def test_neither_an_update_nor_a_slow_disk_holds_up_who_logs(
     assert saved(a_run)[-1] == 150
 
 
+def test_an_update_that_does_not_end_holds_up_neither_checkpoint_nor_end(
+    tmp_path, background, monkeypatch, caplog
+):
+    a_run = make_run(tmp_path, *AT_ONCE)
+    learner, gradient = a_run.learner, a_run.learner.gradient
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(*args):
+        began.set()
+        assert may_end.wait(DEADLINE_S)
+        return gradient(*args)
+
+    with a_run.open():
+        learn(a_run)
+        monkeypatch.setattr(learner, "gradient", slow)
+        update = background(learner.update, random_rows(), ())
+        assert began.wait(DEADLINE_S)
+        a_run.save()
+        assert saved(a_run) == [50]
+        a_run.join({"learner-0": update}, limit_s=0.0)
+        a_run.check_ledger(10**6, {})  # Nobody knows what becomes of that batch.
+        before = weights(a_run)
+    assert "an update has not ended" in caplog.text
+    may_end.set()
+    update.result(DEADLINE_S)
+    assert learner.step == 50
+    for name, x in weights(a_run).items():
+        assert torch.equal(x, before[name]), name
+    assert learner.counts.rows == {"learned": 50, "stale": 0, "unused": 50}
+
+
 def test_a_disk_that_hangs_is_told(tmp_path, gate, background, monkeypatch, caplog):
     monkeypatch.setattr(run, "SAY_HANGS_S", 0.01)
     a_run = make_run(tmp_path, *AT_ONCE)

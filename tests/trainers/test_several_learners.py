@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from core.algorithm import learners
 from core.environments.toys import Catch
 from core.running import checkpoint
 from tests.conftest import ended, wait_until
@@ -112,6 +113,25 @@ def test_a_killed_learner_ends_the_other_with_a_checkpoint(start, tmp_path):
         f"learner 0: LearnerLost: learner 1 of 2 (process {programs[1].pid}) was killed"
     )
     assert newest(tmp_path).step >= int(log_rows(run_dir)[-1]["step"])
+
+
+def impatient_env():
+    learners.STOP_S = learners.END_S = 0.3
+    return Catch()
+
+
+def test_a_signal_while_another_learner_is_frozen_leaves_a_checkpoint(start, tmp_path):
+    run_dir = tmp_path / "runs" / "x"
+    env = "tests.trainers.test_several_learners:impatient_env"
+    flags = [*FLAGS, *MONOBEAST, "--total_steps", 10**7, "--env", env]
+    programs = start_learners(start, *flags)
+    wait_until(lambda: num_rows(run_dir) > 2)
+    os.kill(programs[1].pid, signal.SIGSTOP)
+    os.kill(programs[0].pid, signal.SIGTERM)
+    # The end of learner 0 continues learner 1.
+    assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
+    assert "waits for another learner: it is given up" in programs[0].text()
+    assert newest(tmp_path).step == int(log_rows(run_dir)[-1]["step"])
 
 
 def test_a_learner_whose_servers_are_away_ends_the_run(start, serve, tmp_path):
