@@ -256,8 +256,10 @@ def test_a_lost_stream_never_carries_its_state_or_rollout_on(tmp_path):
     assert S < check_continuity(rollouts, S) <= 6 * S
 
 
-def test_the_ledger_adds_up_in_a_storm_of_lost_servers(tmp_path):
-    with Play(counting_env.make, tmp_path, agent=random_agent, servers=2) as play:
+@pytest.mark.parametrize("tcp", [True, False])
+def test_the_ledger_adds_up_in_a_storm_of_lost_servers(tcp, tmp_path):
+    make = counting_env.make
+    with Play(make, tmp_path, agent=random_agent, servers=2, tcp=tcp) as play:
         learned = 0
         for i in range(10):
             play.restart_server(i % 2)

@@ -353,15 +353,9 @@ def test_rollouts_that_cannot_fit_into_memory_are_refused_at_the_start(train):
 # -------------------------------------------------------------------- servers elsewhere
 
 
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_servers_elsewhere_may_come_late_and_come_again(
-    train, start_servers, run_dir, folder, kind
-):
-    if kind == "tcp":
-        first = f"127.0.0.1:{(port := free_ports(N))}"
-        addresses = f"{first}-{port + N - 1}"
-    else:
-        first, addresses = f"unix:{folder}/s", f"unix:{folder}/s.0-{N - 1}"
+def test_servers_elsewhere_may_come_late_and_come_again(train, start_servers, run_dir):
+    first = f"127.0.0.1:{(port := free_ports(N))}"
+    addresses = f"{first}-{port + N - 1}"
     program = train(*SIZES, "--server_addresses", addresses, "--total_steps", ENDLESS)
     program.wait_for_text("Waiting for an environment server")
 
