@@ -111,22 +111,6 @@ def socket_folder(servers: psutil.Process) -> Path:
 # ---------------------------------------------------------------------------- stopping
 
 
-def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(train, run_dir):
-    program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
-    program.wait_for(lambda: num_rows(run_dir) >= 3)
-    family, sockets = program.family(), socket_folder(servers_of(program))
-    assert len(family) == 1 + 2 * N and len(list(sockets.iterdir())) == 2 * N
-    os.kill(program.pid, signal.SIGINT)
-    assert program.wait() == 75, program.text()
-    step = load(run_dir).step
-    said = f"Stopped by SIGINT at step {step}. The same command with --xpid x"
-    assert said in program.text()
-    assert "Traceback" not in program.text() + (run_dir / "out.log").read_text()
-    assert int(log_rows(run_dir)[-1]["step"]) == step
-    assert ended(family)
-    assert not sockets.exists()
-
-
 def is_saving(program: Program, run_dir: Path) -> bool:
     return program.is_saving(run_dir)
 
@@ -158,6 +142,8 @@ def test_a_signal_at_any_moment_ends_a_run_and_leaves_nothing(train, run_dir, mo
     program = train(*LOCAL, "--env", env, "--total_steps", ENDLESS, *often)
     program.wait_for(lambda: MOMENTS[moment](program, run_dir))
     family, sockets = program.family(), socket_folder(servers_of(program))
+    if num_rows(run_dir):
+        assert len(family) == 1 + 2 * N and len(list(sockets.iterdir())) == 2 * N
     stop(program)
     assert "Traceback" not in program.text()
     assert ended(family)
@@ -165,7 +151,12 @@ def test_a_signal_at_any_moment_ends_a_run_and_leaves_nothing(train, run_dir, mo
     assert not list(run_dir.glob("checkpoints/.*tmp-*"))
     # Before the servers have said what they serve, there is no run.
     assert run_dir.exists() or moment.startswith("servers")
-    assert not run_dir.exists() or load(run_dir).step >= 0
+    if run_dir.exists():
+        step = load(run_dir).step
+        said = f"Stopped by SIGTERM at step {step}. The same command with --xpid x"
+        assert said in program.text()
+        assert "Traceback" not in (run_dir / "out.log").read_text()
+        assert not num_rows(run_dir) or int(log_rows(run_dir)[-1]["step"]) == step
 
 
 def test_a_signal_ends_the_wait_for_servers_elsewhere(train, run_dir, folder):
