@@ -337,6 +337,19 @@ def test_with_disable_checkpoint_a_save_is_due_once_in_an_interval(tmp_path):
     assert saved(a_run) == []
 
 
+def test_with_disable_checkpoint_the_end_saves_nothing_and_says_so(tmp_path, caplog):
+    caplog.set_level("INFO")
+    a_run = make_run(tmp_path, *AT_ONCE, "--disable_checkpoint")
+    with a_run.open():
+        learn(a_run)
+        a_run.tick({})
+        wait_until(lambda: steps_logged(a_run) == [50])
+    a_run.stop.received = signal.SIGTERM
+    assert a_run.end() == Exit.STOPPED
+    assert caplog.text.rstrip().endswith("Nothing is saved (--disable_checkpoint).")
+    assert not (a_run.run_dir / "checkpoints").exists()
+
+
 def test_what_logging_dies_of_ends_the_run(tmp_path):
     a_run = make_run(tmp_path, *AT_ONCE)
 

@@ -688,15 +688,6 @@ def test_a_socket_that_cannot_be_made_is_one_line(train, folder):
     assert "Traceback" not in program.text()
 
 
-def test_no_checkpoint_is_written_with_disable_checkpoint(train, run_dir):
-    flags = [*LOCAL, "--env", "Catch", "--disable_checkpoint"]
-    program = train(*flags, "--checkpoint_interval_s", 0, "--total_steps", ENDLESS)
-    program.wait_for(lambda: num_rows(run_dir) >= 3)
-    stop(program)
-    assert "Nothing is saved (--disable_checkpoint)." in program.text()
-    assert not list(run_dir.glob("checkpoints/*"))
-
-
 def test_the_profiler_trace_shows_inference_and_learning(train, run_dir):
     flags = [*LOCAL, "--env", "Catch", "--write_profiler_trace"]
     program = train(*flags, "--total_steps", ENDLESS)
