@@ -710,8 +710,8 @@ def test_the_profiler_trace_shows_inference_and_learning(train, run_dir):
 
 def test_test_mode_plays_what_was_trained(train):
     """The flags of training are found in meta.json: only --xpid is repeated."""
-    flags = [*LOCAL, "--env", "Catch", "--seed", 1, "--learning_rate", 0.002]
-    program = train(*flags, "--epsilon", 0.001, "--total_steps", 200 * BATCH)
+    flags = [*LOCAL, "--env", "Catch", "--seed", 1, "--total_steps", 20 * BATCH]
+    program = train(*flags)
     assert program.wait() == 0, program.text()
 
     def play(*flags: object) -> dict[str, Any]:
@@ -727,5 +727,5 @@ def test_test_mode_plays_what_was_trained(train):
     sampled, greedy = play(), play("--greedy")
     assert (sampled["env"], sampled["greedy"]) == ("Catch", False)
     assert (greedy["env"], greedy["greedy"]) == ("Catch", True)
-    assert sampled["step"] == greedy["step"] == 200 * BATCH
+    assert sampled["step"] == greedy["step"] == 20 * BATCH
     assert sampled["episodes"] == 20
