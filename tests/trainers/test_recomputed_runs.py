@@ -15,6 +15,7 @@ buffers are free before they are copied.
 
 import copy
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -105,16 +106,19 @@ def test_updates_and_rows_are_what_their_batches_say(
 def check_outputs(nets, batch, state) -> set[int]:
     """Check what a batch says of the outputs of the network; return the versions."""
     versions = set()
-    for t in range(batch["done"].shape[0] - 1):
-        row = {key: batch[key][t : t + 1] for key in polybeast.NET_INPUTS}
-        chosen_by = batch["policy_version"][t + 1]  # [B]
+    chosen_by = batch["policy_version"][1:]  # [T, B], for the rows before.
+    changes = (chosen_by[1:] != chosen_by[:-1]).any(1).nonzero().flatten() + 1
+    ends = [0, *changes.tolist(), len(chosen_by)]
+    for start, end in itertools.pairwise(ends):  # Rows with the same versions.
+        rows = {key: batch[key][start:end] for key in polybeast.NET_INPUTS}
         next_state = map_nest(torch.clone, state)
-        for version in chosen_by.unique().tolist():
-            columns = chosen_by == version
-            outputs, new = nets[version](row, state)
+        for version in chosen_by[start].unique().tolist():
+            columns = chosen_by[start] == version
+            outputs, new = nets[version](rows, state)
             for key in ("policy_logits", "baseline"):
-                error = (outputs[key][0] - batch[key][t + 1])[columns].abs().max()
-                assert error < NEAR, f"{key} of row {t}, version {version}: {error}"
+                said = batch[key][start + 1 : end + 1]
+                error = (outputs[key] - said)[:, columns].abs().max()
+                assert error < NEAR, f"{key}, rows {start} to {end}, {version}: {error}"
             for x, y in zip(next_state, new):
                 x[:, columns] = y[:, columns]
             versions.add(version)
