@@ -340,16 +340,6 @@ def test_a_stopped_run_goes_on_with_its_step_best_and_recent_returns(start, tmp_
     assert ours["returns"][:-new] == theirs["returns"][new:]
 
 
-def test_a_second_signal_ends_the_run_at_once(start):
-    program = start(*ASYNC, "--env", "tests.wrong_env:make_hanging", "--xpid", "x")
-    program.wait_for_text("about to hang")  # So draining takes its second.
-    family = program.family()
-    program.terminate_insistently()
-    assert program.wait() == 128 + signal.SIGTERM, program.text()
-    assert "Second signal" in program.text()
-    wait_until(lambda: ended(family))
-
-
 @pytest.mark.parametrize("module, sizes", PROGRAMS)
 def test_a_run_whose_updates_take_long_is_stopped_after_the_present_one(
     start, tmp_path, module, sizes
@@ -373,10 +363,13 @@ def test_a_second_signal_ends_the_wait_for_an_update(start, module, sizes):
     flags += ["--checkpoint_interval_s", 0]
     program = start(*flags, "hangs", module, module="tests.trainers.slow_updates")
     program.wait_for_text("about to hang")
+    family = program.family()
     os.kill(program.pid, signal.SIGTERM)
     program.wait_for_text("to stop, for up to 3")
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait() == 128 + signal.SIGTERM, program.text()
+    assert "Second signal: exiting at once, no checkpoint." in program.text()
+    wait_until(lambda: ended(family))
 
 
 @pytest.mark.parametrize(
