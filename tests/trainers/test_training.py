@@ -23,8 +23,8 @@ import monobeast
 import polybeast
 from core.algorithm.update import Learner
 from core.environments import toys
-from core.running import precision, run
-from tests import wrong_env
+from core.running import precision, run, unit
+from tests import fault_env, wrong_env
 from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 from tests.normalization_flags import obeyed
 from tools.nemesis import programs
@@ -846,11 +846,16 @@ def test_each_call_of_an_environment_has_its_limit_in_lock_step_too(start, tmp_p
     assert load(tmp_path / "runs" / "close").step == 2 * BATCH
 
 
+def env_that_hangs_in_c():
+    unit.END_S = 0.5
+    return fault_env.make_hanging_in_c_at_once()
+
+
 def test_a_call_that_holds_the_gil_has_its_limit_in_lock_step_too(start):
-    env = "tests.fault_env:make_hanging_in_c_at_once"
+    env = "tests.trainers.test_training:env_that_hangs_in_c"
     program = start(*SERIAL, "--env", env, "--env_step_timeout_s", 1)
     assert program.wait() == 1, program.text()  # faulthandler's own.
-    assert "Timeout (0:00:06)!" in program.text()
+    assert "Timeout (0:00:01.5" in program.text()
     assert "fault_env.py" in program.text()  # Its stack.
 
 
