@@ -27,6 +27,7 @@ from core.running import precision, run, unit
 from tests import fault_env, wrong_env
 from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 from tests.normalization_flags import obeyed
+from tests.python import run_python
 from tools.nemesis import programs
 from tools.runs import load, log_rows, num_rows
 
@@ -713,26 +714,43 @@ FULL_DISKS = {
 }
 
 
-@pytest.mark.parametrize("kind", FULL_DISKS)
-def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, kind):
-    options, error, remedy = FULL_DISKS[kind]
-    (disk := tmp_path / "disk").mkdir()
-    mount = f"mount -t tmpfs -o {options} none {disk}"
+# Starts a run on each of these disks.
+TRAIN_ON_DISKS = """
+import sys, monobeast
+for disk in sys.argv[1].split():
+    print(monobeast.main(["--savedir", disk, *sys.argv[2:]]), file=sys.stderr)
+    print("next", file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def said_of_full_disks(tmp_path_factory) -> dict[str, list[str]]:
+    """Return what a run says of each of FULL_DISKS; the last line is its status."""
+    folder = tmp_path_factory.mktemp("disks")
+    disks = [folder / kind for kind in FULL_DISKS]
+    mounts = []
+    for disk, (options, *_) in zip(disks, FULL_DISKS.values()):
+        disk.mkdir()
+        mounts.append(f"mount -t tmpfs -o {options} none {disk}")
+    mount = " && ".join(mounts)
     unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     if shutil.which("unshare") is None or subprocess.run([*unshare, mount]).returncode:
         pytest.skip("may not mount a tmpfs here")
-    command = [sys.executable, "-m", "monobeast", "--savedir", disk, "--env", "Catch"]
-    done = subprocess.run(
-        [*unshare, mount + ' && exec "$@"', "sh", *map(str, [*command, *SERIAL])],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+    python = [*unshare, mount + ' && exec "$@"', "sh", sys.executable]
+    done = run_python(
+        TRAIN_ON_DISKS, " ".join(map(str, disks)), "--env=Catch", *SERIAL, python=python
     )
-    assert done.returncode == 74, done.stderr
-    assert error in done.stderr.splitlines()[-1]
-    assert remedy in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    said = [text.splitlines() for text in done.stderr.split("next\n")]
+    return dict(zip([*FULL_DISKS, "end"], said, strict=True))
+
+
+@pytest.mark.parametrize("kind", FULL_DISKS)
+def test_a_disk_that_is_full_at_the_start_is_one_line(said_of_full_disks, kind):
+    _, error, remedy = FULL_DISKS[kind]
+    *_, last, status = said_of_full_disks[kind]
+    assert status == "74", said_of_full_disks
+    assert error in last and remedy in last
+    assert not any("Traceback" in line for line in said_of_full_disks[kind])
 
 
 def test_a_log_that_hangs_stops_neither_training_nor_checkpoints(start, tmp_path):
