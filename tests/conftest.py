@@ -28,7 +28,7 @@ from core.running import terminal
 from core.running.signals import STOP_SIGNALS
 from core.running.supervise import start_thread
 from tools.nemesis.programs import DEADLINE_S, came_true, is_saving, workplace
-from tools.nemesis.programs import wait_for as wait_until
+from tools.nemesis.programs import wait_for as wait_until  # noqa: F401  For tests.
 
 ROOT = Path(__file__).parents[1]
 
@@ -153,15 +153,6 @@ class Program:
 
     def wait_for_text(self, text: str) -> None:
         self.wait_for(lambda: text in self.text())
-
-    def terminate_insistently(self) -> None:
-        """Send SIGTERM until it has ended: soon after the first, others are ignored."""
-
-        def has_ended() -> bool:
-            self.process.terminate()  # Does nothing once it has ended.
-            return not self.is_alive()
-
-        wait_until(has_ended)
 
     def is_saving(self, run_dir: Path) -> bool:
         """Say whether it writes a checkpoint of that run now."""

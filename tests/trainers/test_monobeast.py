@@ -270,3 +270,26 @@ def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run(
     assert learner.skipped == 10
     for name, weight in learner.net.state_dict().items():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=0)
+
+
+class OwnNet(monobeast.Net):
+    """A network that the actors of another process do not have."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.more = torch.nn.Linear(5, 3)
+
+
+def main(argv: list[str]) -> int:
+    """Train, in this process only, with a network of its own."""
+    monobeast.Net = OwnNet
+    return monobeast.main(argv)
+
+
+def test_a_network_that_only_the_learner_has_is_refused_in_one_line(start):
+    flags = ["--env", "Catch", "--num_actors", 1, "--start_method", "forkserver"]
+    program = start(*flags, module=__name__)
+    assert program.wait() == 78, program.text()
+    last = program.text().splitlines()[-1]
+    assert last.startswith("ConfigError: the actors' network is not the learner's (")
+    assert "more.weight is none, the learner's is float[3,5]" in last

@@ -611,33 +611,9 @@ def test_a_full_disk_is_survived_while_training_and_fatal_at_the_end(start, tmp_
     assert load(run_dir).path.name > old
 
 
-def env_with_small_files():
-    """Catch in a process whose files have room for all that is printed, but no more."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))
-    return toys.Catch()
-
-
-def test_shared_buffers_beyond_ulimit_f_are_refused_before_anything_runs(
-    tmp_path, monkeypatch
-):
-    # It could not write the file of `make coverage` either.
-    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
-    env = "tests.trainers.test_training:env_with_small_files"
-    command = [sys.executable, "-m", "monobeast", "--savedir", tmp_path / "runs"]
-    command += [*map(str, SERIAL), "--env", env, "--xpid", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 78, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert re.match(
-        r"ConfigError: shared memory: need [\d.]+ MiB, but no file may", last
-    )
-    assert "(ulimit -f)" in last and "Raise the limit" in last
-    assert not (tmp_path / "runs" / "x" / "meta.json").exists()
-
-
-@pytest.mark.parametrize("sizes", [SERIAL, ASYNC], ids=["serial", "actors"])
-def test_a_run_ends_although_a_thread_of_the_environment_runs(tmp_path, sizes):
-    command = [sys.executable, "-m", "monobeast", "--savedir", tmp_path, *sizes]
+def test_a_run_ends_although_a_thread_of_the_environment_runs(tmp_path):
+    """In the actors, and in the program, which has asked for its spaces."""
+    command = [sys.executable, "-m", "monobeast", "--savedir", tmp_path, *ASYNC]
     command += ["--env", "tests.counting_env:make_with_thread", "--total_steps", 300]
     done = subprocess.run(
         [str(word) for word in command],
@@ -651,60 +627,35 @@ def test_a_run_ends_although_a_thread_of_the_environment_runs(tmp_path, sizes):
     assert last.startswith("Threads are still running at the end: s")
 
 
-OWN_NET = """
-import sys
-import monobeast
-from torch import nn
-
-class Net(monobeast.Net):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.more = nn.Linear(5, 3)
-
-if __name__ == "__main__":
-    monobeast.Net = Net
-    sys.exit(monobeast.main())
-"""
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
-def test_a_network_that_only_the_learner_has_is_refused_in_one_line(tmp_path):
-    (tmp_path / "own.py").write_text(OWN_NET)
-    command = [sys.executable, tmp_path / "own.py", "--savedir", tmp_path / "runs"]
-    command += ["--env", "Catch", *SIZES, "--start_method", "forkserver"]
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 78, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("ConfigError: the actors' network is not the learner's (")
-    assert "more.weight is none, the learner's is float[3,5]" in last
+TOO_MUCH = ["--replay_ratio", 1, "--replay_capacity", "10G"]  # Of shared memory.
 
 
-@pytest.mark.parametrize("module, sizes", PROGRAMS)
-def test_a_start_that_is_refused_leaves_no_folder_and_latest_as_it_was(
-    start, tmp_path, module, sizes
-):
+def test_a_start_that_is_refused_leaves_no_folder_and_latest_as_it_was(start, tmp_path):
     def status(*flags: object) -> int:
-        return start(*sizes, "--env", "Catch", *flags, module=module).wait()
-
-    def content() -> set[str]:
-        return {path.name for path in runs.iterdir()}
+        return start(*SERIAL, "--env", "Catch", *flags).wait()
 
     runs = tmp_path / "runs"
-    refused = ["--init_from", "nothing", "--xpid"]
-    assert status(*refused, "new") == 78
-    assert content() == {".locks"}
+    refused = ["--init_from", "nothing"]
+    for flags in (refused, TOO_MUCH):
+        assert status(*flags, "--xpid", "new") == 78
+        assert names(runs) == {".locks"}
     assert status("--total_steps", BATCH, "--xpid", "old") == 0
-    assert status(*refused, "new") == 78
+    assert status(*refused, "--xpid", "new") == 78
     (runs / "mine").mkdir()
-    assert status(*refused, "mine") == 78
-    assert content() == {".locks", "latest", "old", "mine"}
+    assert status(*refused, "--xpid", "mine") == 78
+    assert names(runs) == {".locks", "latest", "old", "mine"}
     assert os.readlink(runs / "latest") == "old"
+
+
+def test_a_start_of_polybeast_that_is_refused_leaves_no_folder(start, tmp_path):
+    flags = [*SERVERS, "--env", "Catch", "--init_from", "nothing", "--xpid", "new"]
+    program = start(*flags, module="polybeast")
+    assert program.wait() == 78, program.text()
+    assert names(tmp_path / "runs") == {".locks"}
 
 
 FULL_DISKS = {
