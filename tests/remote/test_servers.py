@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import gymnasium as gym
@@ -43,6 +44,7 @@ from tests import counting_env, fault_env
 from tests.conftest import DEADLINE_S, Program, ended, fill, free_ports, wait_until
 from tests.python import run_python
 from tests.trainers import bodies
+from tools.nemesis.programs import workplace
 
 grpc = pytest.importorskip("grpc", reason="pip install grpcio")
 from tests import hostile  # noqa: E402
@@ -934,22 +936,64 @@ def servers_of(program: Program) -> list[psutil.Process]:
 COUNTING = ("--env", "tests.counting_env:make_truncating")
 
 
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory) -> Iterator[tuple[psutil.Process, list[psutil.Process]]]:
+    """Return a supervisor and its servers: two for each core, and few open files."""
+    command = ["sh", "-c", 'ulimit -S -n 200 && exec "$@"', "sh", sys.executable, "-m"]
+    command += ["polybeast_env", *COUNTING, "--num_servers", 2 * num_cores()]
+    output = tmp_path_factory.mktemp("serving") / "out.txt"
+    with workplace() as folder:
+        address = ("--server_address", f"unix:{folder}/s")
+        with Program(output, *command, *address) as program:
+            program.wait_for_text("Serving")
+            yield psutil.Process(program.pid), servers_of(program)
+
+
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) > num_cores(),
     reason="processes here cannot be kept to cores, or have a quota",
 )
-def test_servers_share_the_cores(start):
-    cores = sorted(os.sched_getaffinity(0))
-    program = start(*COUNTING, num_servers=2 * len(cores))
-    program.wait_for_text("Serving")
-    assert sorted(server.cpu_affinity() for server in servers_of(program)) == [
-        [core] for core in cores for _ in range(2)
+def test_servers_share_the_cores(serving):
+    _, servers = serving
+    assert sorted(server.cpu_affinity() for server in servers) == [
+        [core] for core in sorted(os.sched_getaffinity(0)) for _ in range(2)
     ]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_everything(start, folder, signum):
-    program = start(*COUNTING, "--envs_per_stream", K)
+def oom_score(pid):
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_out_of_memory_servers_are_killed_before_their_supervisor(serving):
+    supervisor, servers = serving
+    assert oom_score(supervisor.pid) == oom_score("self")
+    assert [oom_score(server.pid) for server in servers] == [1000] * len(servers)
+
+
+def test_the_limit_of_open_files_is_raised(serving):
+    supervisor, _ = serving
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    for process in (supervisor, *supervisor.children(recursive=True)):
+        soft, _ = process.rlimit(psutil.RLIMIT_NOFILE)
+        assert soft == min(hard, machine.OPEN_FILES)
+
+
+def kill_group(pid, signum):
+    """Signal the whole process group, as a terminal does."""
+    os.killpg(pid, signum)
+
+
+@pytest.mark.parametrize(
+    "kill, signum",
+    [
+        (os.kill, signal.SIGTERM),
+        (kill_group, signal.SIGINT),
+        (kill_group, signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_everything(start, folder, kill, signum):
+    program = start(*COUNTING, "--envs_per_stream", K, start_new_session=True)
     program.wait_for_text("Serving")
     assert (
         f"Serving tests.counting_env:make_truncating at unix:{folder}/s.0-1: "
@@ -962,7 +1006,7 @@ def test_a_signal_ends_everything(start, folder, signum):
             for j in (0, 1)
         ]
         children = program.family()
-        program.process.send_signal(signum)
+        kill(program.pid, signum)
         for client in clients:
             with pytest.raises(Goodbye):
                 while True:
@@ -971,17 +1015,7 @@ def test_a_signal_ends_everything(start, folder, signum):
     wait_until(lambda: ended(children))
     assert os.listdir(folder) == []
     assert f"{signum.name}: stopping" in program.text()
-    assert "died" not in program.text()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_group_ends_it_well(start, folder, signum):
-    program = start(*COUNTING, start_new_session=True)
-    program.wait_for_text("Serving")
-    os.killpg(program.pid, signum)
-    assert program.wait() == Exit.DONE
     assert "died" not in program.text() and "Traceback" not in program.text()
-    assert os.listdir(folder) == []
 
 
 def test_servers_leave_ctrl_c_to_their_parent(start, folder):
@@ -1066,11 +1100,14 @@ def test_a_killed_server_comes_back_and_others_go_on(start, folder):
     ):
         before = play(steady, 25, actions())
         play(client, 25, actions())
+        assert psutil.Process(program.pid).num_threads() == 1
         servers_of(program)[1].kill()
         with pytest.raises(grpc.RpcError):
             while True:
                 client.step(0)
         program.wait_for_text("Server 1 died (killed by SIGKILL)")
+        # A fork copies one thread, and the locks that others hold.
+        assert psutil.Process(program.pid).num_threads() == 1
         with reconnect(addresses[1], incarnation=1) as again:
             counting_env.check_rollout(
                 play(again, 25, actions()) | {"info": {}}  # Its keys are not asked for.
@@ -1097,30 +1134,6 @@ def test_a_server_that_always_dies_ends_the_program(start, folder):
     last_line = program.text().splitlines()[-1]
     assert "died 5 times in a row within 20 steps" in last_line
     assert "exit status 3" in last_line
-
-
-def test_who_forks_servers_has_one_thread(start):
-    """A fork copies one thread, and the locks that others hold."""
-    program = start("--env", "Catch", num_servers=2)
-    program.wait_for_text("Serving")
-    supervisor = psutil.Process(program.pid)
-    assert supervisor.num_threads() == 1
-    supervisor.children()[0].kill()
-    program.wait_for_text("starting it again")
-    assert supervisor.num_threads() == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
-def test_out_of_memory_servers_are_killed_before_their_supervisor(start):
-    program = start("--env", "Catch", num_servers=2)
-    program.wait_for_text("Serving")
-    supervisor = psutil.Process(program.pid)
-    scores = [oom_score(p.pid) for p in (supervisor, *servers_of(program))]
-    assert scores == [oom_score("self"), 1000, 1000]
-
-
-def oom_score(pid):
-    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
 def test_a_server_ends_with_all_that_its_environments_started(start, folder):
@@ -1305,15 +1318,6 @@ def test_c_code_that_prints_does_not_wait_for_a_pipe_that_nobody_reads(start, fo
     program.process.terminate()
     assert program.wait() == Exit.DONE
     os.close(ours)
-
-
-def test_the_limit_of_open_files_is_raised(start):
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    program = start(*COUNTING, num_servers=1, ulimit="-S -n 200")
-    program.wait_for_text("Serving")
-    for process in (psutil.Process(program.pid), *program.family()):
-        soft, _ = process.rlimit(psutil.RLIMIT_NOFILE)
-        assert soft == min(hard, machine.OPEN_FILES)
 
 
 # ------------------------------------------------------------------------------ flags
