@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make images` and `make fresh` read: Dockerfiles and README. Installs nothing.
-
-Seen red: with COPY of a folder that is not there, with an instruction EXPOSE, with a
-flag in an entry point that the program does not have.
-"""
+"""What `make images` and `make fresh` read: Dockerfiles, README. Installs nothing."""
 
 import importlib
 import re

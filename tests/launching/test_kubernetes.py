@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/kubernetes: manifests that the API accepts, and that name each other rightly.
-
-Seen red: with a misspelled field, with `clusterIP: none`, with a Secret that no volume
-names, and with a flag that polybeast_env does not have. With an autoscaler of another
-Deployment, with `averageUtilisation`, with more streams than the learner has, and with
-a Deployment that requests no CPU. With certificates that the pod's user cannot read,
-with a volume at /cert, and with another command in docs/scale.md.
-"""
+"""tools/kubernetes: manifests that the API accepts and that name each other rightly."""
 
 import os
 import re

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/learners.py: torchrun's exceptions become the exit status of the learners.
 
-Seen red: with torchrun's own status, 1, for every failure; with torchrun's own minutes
-of warnings about a host; with torchrun's own traceback about a port.
+torchrun itself ends with 1 for every failure, warns for minutes of a host that does not
+resolve, and shows a traceback for a port in use.
 """
 
 import argparse

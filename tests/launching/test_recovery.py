@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchrun starts all learners again after one was killed, and the run goes on.
-
-Seen red: with a resumed run that keeps the rows after its checkpoint.
-"""
+"""torchrun starts all learners again after one was killed, and the run goes on."""
 
 import json
 

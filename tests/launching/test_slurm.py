@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/slurm/train.sbatch under a real Slurm: trained, preempted, trained to the end.
-
-Seen red: without `scontrol requeue` the job fails, and does not come back; without
-torchrun's --max_restarts it fails when a learner is killed.
-"""
+"""tools/slurm/train.sbatch under a real Slurm: trained, preempted, trained on."""
 
 import contextlib
 from pathlib import Path

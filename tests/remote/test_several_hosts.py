@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One learner and env servers on other hosts, which network namespaces play.
-
-Seen red: with both cables cut, with a cable that is never mended, with servers that
-play other actions than they are told, and with a Hosts that does not clean up. With no
-firewall, and with servers that listen behind the firewall and do not dial in.
-"""
+"""One learner and env servers on other hosts, which network namespaces play."""
 
 import importlib.util
 import os

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools.sweep: runs that share a machine, are stopped, resumed, and accounted for.
-
-Seen red: with cores that are not handed out or not given back, without the
-parent-death signal, and with runs that are started again although they are finished.
-"""
+"""tools.sweep: runs that share a machine, are stopped, resumed, and accounted for."""
 
 import contextlib
 import csv

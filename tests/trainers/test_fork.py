@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fork in which a researcher has edited Net and create_env, and nothing else, learns.
 
-Seen red: with actions that reach the environment shifted by one, with a sign error in
-V-trace's delta, and with the first patch's convolution cut off from the rest of Net. It
-is skipped in a fork that has edited what the patches edit, since they do not apply.
+Skipped in a fork that has edited what the patches edit, since they do not apply.
 """
 
 import ast

@@ -12,18 +12,15 @@ CartPole's end at 500, and its worst seed is 5.6 deviations below the other nine
 that the 40 published runs show by themselves is that none of them fails beside the nine
 others.
 
-Seen red, all of those named, each with one change in a copy of the sources; the scores
-that came of it are in brackets:
+What finds which error, each made by one change in a copy of the sources:
 
-  `rewards - discounts * next_values - values` in V-trace: Catch (0.1 to 0.5), Memory
-    (0.1), CartPole (12), Pendulum (-1,467), Breakout (0.3)
+  `rewards - discounts * next_values - values` in V-trace: all but FirstStep
   `batch["action"][:-1]`, the action of the row before: Catch, Memory, FirstStep,
     Breakout
-  a discount of 0: Catch (-0.1 to 0.4), CartPole (23), Pendulum (-1,246), Breakout (0.4)
-  a discount that does not end with the episode: Memory (-0.1 to 0.85), FirstStep (0.6
-    to 0.7, and once 0.74, which passes), CartPole (9), Breakout (1.0). Pendulum's games
-    end by a time limit only.
-  `unroll_lstm` as if no row were `done`: FirstStep (0.4)
+  a discount of 0: Catch, CartPole, Pendulum, Breakout
+  a discount that does not end with the episode: Memory, FirstStep (but for one seed),
+    CartPole, Breakout; Pendulum's games end by a time limit only
+  `unroll_lstm` as if no row were `done`: FirstStep
   a recurrent state that is always zero: Memory
 """
 

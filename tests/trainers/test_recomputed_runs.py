@@ -6,11 +6,6 @@ must have what a network with the weights that the row names, and with the recur
 state that the rollout brings, says to the row before. So a batch whose memory is used
 again too early, weights that an actor reads while they are written, and a state, a row
 or a version that belongs to another environment or time are all found.
-
-Seen red, each with one change in a copy of the sources: a row names the version before;
-weights are fetched without the lock (MonoBeast: without the second look at `sequence`)
-and with a pause after each tensor; the state of another environment; MonoBeast's
-buffers are free before they are copied.
 """
 
 import copy
