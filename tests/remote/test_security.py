@@ -90,18 +90,19 @@ class Run(Program):
         self.wait_for(lambda: num_rows(self.folder) >= n)
         assert self.is_alive(), self.text()
 
-    def listeners(self) -> list[tuple[str, int]]:
-        """Return where its processes listen for TCP, and any UDP sockets."""
-        return [
-            tuple(connection.laddr)
-            for process in self.processes()
-            for connection in process.net_connections("inet")
-            if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
-        ]
-
     def stop(self) -> int:
         self.process.terminate()
         return self.wait()
+
+
+def listeners(processes: list[psutil.Process]) -> list[tuple[str, int]]:
+    """Return where processes listen for TCP, and any UDP sockets."""
+    return [
+        tuple(connection.laddr)
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def polybeast_run(tmp_path_factory) -> SimpleNamespace:
         }
         seen = SimpleNamespace(
             began=began,
-            listeners=run.listeners(),
+            listeners=listeners(run.processes()),
             modes=modes,
             folder_modes={stat.S_IMODE(os.stat(p.parent).st_mode) for p in modes},
             connected_as_nobody={connect_as_nobody(path) for path in modes},
@@ -176,13 +177,12 @@ def test_a_polybeast_run_listens_at_unix_sockets_only(polybeast_run):
     assert len(polybeast_run.modes) == 4  # Of two servers, for gRPC and for streams.
 
 
-def test_a_monobeast_run_listens_nowhere(tmp_path):
-    flags = [*RUN, "--num_actors", "1", "--envs_per_actor", "4"]
-    flags += ["--savedir", str(tmp_path / "runs")]
-    with Run(tmp_path, "monobeast", *flags) as run:
-        run.wait_for_rows(3)
-        assert len(run.processes()) >= 2
-        assert run.listeners() == []
+def test_a_monobeast_run_listens_nowhere(start, tmp_path):
+    program = start(*RUN, "--num_actors", "1", "--envs_per_actor", "4")
+    program.wait_for(lambda: num_rows(tmp_path / "runs" / "x") >= 3)
+    processes = [psutil.Process(program.pid), *program.family()]
+    assert len(processes) >= 3  # A fork server and an actor, at least.
+    assert listeners(processes) == []
 
 
 def serving(tmp_path: Path, *flags: str) -> Run:
@@ -195,15 +195,17 @@ def test_environment_servers_listen_to_this_machine_only(tmp_path):
         wait_until(lambda: "Serving" in run.text() or not run.is_alive())
         if "in use" in run.text():
             pytest.skip("somebody has the default port")
-        listeners = run.listeners()
-    assert listeners and all(map(is_loopback, listeners)), listeners
+        found = listeners(run.processes())
+    assert found and all(map(is_loopback, found)), found
 
 
 def test_listeners_for_other_machines_would_be_seen(tmp_path):
-    """Or the tests above could not fail."""
+    """Or the tests above could not fail. They are warned of."""
     with serving(tmp_path, "--server_address", "0.0.0.0:0", "--insecure") as run:
         run.wait_for_text("Serving")
-        assert not all(map(is_loopback, run.listeners()))
+        assert not all(map(is_loopback, listeners(run.processes())))
+        assert "INSECURE: anybody who can connect to 0.0.0.0" in run.text()
+        assert "neither encrypted nor authenticated" in run.text()
 
 
 # ------------------------------------------------------------------------------- modes

@@ -1068,13 +1068,6 @@ def test_other_machines_are_refused_without_protection(start):
     refused("0.0.0.0:0", "other machines can connect to 0.0.0.0:0")
 
 
-def test_other_machines_are_warned_of(start):
-    program = start(*COUNTING, "--insecure", address="0.0.0.0:0")
-    program.wait_for_text("Serving")
-    assert "INSECURE: anybody who can connect to 0.0.0.0" in program.text()
-    assert "neither encrypted nor authenticated" in program.text()
-
-
 def reconnect(address, **hello) -> EnvClient:
     """Connect as a learner does: again and again."""
     client = None
