@@ -317,8 +317,10 @@ class Learners:
         self._raise_if_one_has_ended()
 
     def _have_all_connected(self) -> bool:
+        store = self._store
         try:
-            return bool(self._store.check([f"process/{r}" for r in range(self.size)]))
+            every = [f"process/{r}" for r in range(self.size)]
+            return store is not None and bool(store.check(every))
         except RuntimeError:
             self._store = None
             return False
@@ -436,16 +438,18 @@ class Learners:
         return None
 
     def _tell(self, key: str, value: str) -> None:
+        store = self._store  # Another thread may set it to None.
         try:
-            if self._store is not None:
-                self._store.set(key, value)
+            if store is not None:
+                store.set(key, value)
         except RuntimeError:  # The process with the store (torchrun, learner 0) ended.
             self._store = None
 
     def _read(self, key: str) -> str | None:
+        store = self._store  # Another thread may set it to None.
         try:
-            if self._store is not None and self._store.check([key]):
-                return self._store.get(key).decode()
+            if store is not None and store.check([key]):
+                return store.get(key).decode()
         except RuntimeError:
             self._store = None
         return None

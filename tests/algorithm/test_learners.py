@@ -467,6 +467,24 @@ def test_a_learner_with_wrong_flags_ends_after_those_of_other_machines(monkeypat
     assert len(waits) >= 3 and waits[-1] == learners.END_S
 
 
+def test_a_store_that_another_thread_gives_up_during_a_call_is_no_crash():
+    found = object.__new__(learners.Learners)
+
+    class Store:
+        def check(self, keys):
+            found._store = None
+            return True
+
+        def get(self, key):
+            return b"1"
+
+    found._store = Store()
+    assert found._read("ended") == "1"
+    assert found._read("ended") is None
+    found.size = 2
+    assert not found._have_all_connected()
+
+
 def test_a_host_may_become_known_late(monkeypatch):
     answers = [socket.gaierror(socket.EAI_NONAME, "not known"), []]
 
