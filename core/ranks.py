@@ -21,7 +21,7 @@ MULTIPLES = ("batch_size", "num_actors", "num_servers")
 # The shares of these flags are rounded up.
 LIMITS = ("num_buffers", "max_learner_queue_size", "replay_capacity", "max_streams")
 # A folder in which each learner writes its exit status, for tools.learners: torchrun
-# does not tell it after a signal.
+# does not tell it after a signal. While it trains, the status is that of a failure.
 STATUS_DIR = "TORCHBEAST_STATUS_DIR"
 # Only learner 0 obeys these flags.
 OUTPUTS = ("wandb", "write_profiler_trace")

@@ -6,7 +6,8 @@
 Takes torchrun's flags. torchrun itself ends with 1 and a traceback, however its
 learners have ended. This ends with 75 after a signal to stop, if all learners of this
 machine did: the same command goes on from the checkpoint. Otherwise it ends with the
-status of the first learner that ended, or after a signal of the first that failed.
+status of the first learner that ended, or after a signal of the first that failed (70
+if torchrun killed it, because it had not written its checkpoint in time).
 If learner 0's host does not resolve, or its port is in use, it says so in one line and
 ends with 78. After the signal the learners have SAVE_S for their checkpoint, or what
 the environment variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT says. (Older versions of torch
@@ -63,7 +64,10 @@ def run_learners(statuses: Path) -> int:
     except SignalException:  # torchrun has handed it on, and waited for the learners.
         for path in sorted(statuses.iterdir(), key=lambda path: int(path.name)):
             if (status := int(path.read_text())) not in (Exit.DONE, Exit.STOPPED):
-                print(f"Learner {path.name} ended with {status}", file=sys.stderr)
+                how = f"ended with {status}"
+                if status == Exit.INTERNAL:
+                    how += ", or was killed before it had ended"
+                print(f"Learner {path.name} {how}", file=sys.stderr)
                 return status
         return Exit.STOPPED
     except ChildFailedError as error:

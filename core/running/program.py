@@ -32,11 +32,23 @@ def run_program(
     An error that the user can repair is printed as one line, any other error as a
     traceback. A terminal that stops reading does not stop the training.
     """
-    status = _run(parse_flags, train, test, argv)
+
+    def train_recorded(flags: argparse.Namespace) -> Exit:
+        # If this learner is killed, this is its status. Not earlier: until all
+        # learners have connected, a stop signal ends it, and nothing is lost.
+        _record(Exit.INTERNAL)
+        return train(flags)
+
+    status = _run(parse_flags, train_recorded, test, argv)
+    _record(status)
+    return status
+
+
+def _record(status: int) -> None:
+    """Write the exit status of this learner for tools.learners."""
     if (folder := os.environ.get(ranks.STATUS_DIR)) is not None:
         with contextlib.suppress(OSError):
-            Path(folder, str(ranks.rank())).write_text(str(status))
-    return status
+            Path(folder, str(ranks.rank())).write_text(str(int(status)))
 
 
 def _run(

@@ -9,6 +9,8 @@ import argparse
 import faulthandler
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 from torch.distributed import run
@@ -20,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 
 import core.algorithm.learners
 from core.running import program
+from tests.conftest import ROOT
 from tools import learners
 
 
@@ -92,6 +95,29 @@ def test_after_a_signal_a_learner_that_failed_is_told(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["learners", "-m", "polybeast"])
     assert learners.main() == 74
     assert "Learner 1 ended with 74" in capsys.readouterr().err
+
+
+# It does not stop in time after a signal, so torchrun kills it.
+KILLED = """
+import argparse, os, signal
+from core.running import program
+flags = argparse.Namespace(mode="train")
+program.run_program(
+    lambda argv: flags, lambda flags: os.kill(os.getpid(), signal.SIGKILL), None, []
+)
+"""
+
+
+def test_after_a_signal_a_learner_that_was_killed_is_told(monkeypatch, capsys):
+    def torchrun(argv):
+        command = [sys.executable, "-c", KILLED]
+        assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+        raise SignalException("", signal.SIGTERM)
+
+    monkeypatch.setattr(run, "main", torchrun)
+    monkeypatch.setattr("sys.argv", ["learners", "-m", "polybeast"])
+    assert learners.main() == 70
+    assert "Learner 0 ended with 70, or was killed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
