@@ -327,6 +327,7 @@ ToLearner open(const Segments& message) {
 
 Welcome decode_welcome(const Segments& message, Piece body) {
   Welcome welcome;
+  size_t values = 0;  // Of both spaces.
   Reader reader(message, body);
   while (!reader.at_end()) {
     const Tag tag = reader.tag();
@@ -345,11 +346,11 @@ Welcome decode_welcome(const Segments& message, Piece body) {
         break;
       case 8:
         Reader::expect(kBytes, tag);
-        welcome.observation = decode_space(message, reader.bytes(), 0);
+        welcome.observation = decode_space(message, reader.bytes(), values);
         break;
       case 9:
         Reader::expect(kBytes, tag);
-        welcome.action = decode_space(message, reader.bytes(), 0);
+        welcome.action = decode_space(message, reader.bytes(), values);
         break;
       case 10:
         add_array(message, reader, tag, welcome.step_arrays);

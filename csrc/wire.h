@@ -27,7 +27,8 @@ inline constexpr uint32_t kProtocol = 1;
 
 // Limits of a Welcome. A Welcome that exceeds one is malformed.
 inline constexpr size_t kMaxArrays = 4096;
-inline constexpr size_t kMaxDepth = 16;  // Keys of a path; nested spaces.
+inline constexpr size_t kMaxValues = 1 << 20;  // Fields in its two spaces.
+inline constexpr size_t kMaxDepth = 16;        // Keys of a path; nested spaces.
 inline constexpr size_t kMaxRank = 16;
 inline constexpr size_t kMaxKeyBytes = 256;  // Of one key.
 inline constexpr size_t kMaxOptions = 64;

@@ -19,6 +19,21 @@ namespace {
 // Kinds of spaces, by their fields in Space.
 enum SpaceKind : uint32_t { kBox = 1, kDiscrete = 2, kDict = 5, kTuple = 6 };
 
+// No kind of space has a field with a larger number.
+constexpr uint32_t kLastField = 4;
+
+std::string decode_space_at(const Segments& message, Piece body, size_t depth,
+                            size_t& values);
+
+// Reads the tag of the next field, and counts the field.
+Tag next_tag(Reader& reader, size_t& values) {
+  if (++values > kMaxValues) {
+    throw DecodeError("its spaces have more than " +
+                      std::to_string(kMaxValues) + " values");
+  }
+  return reader.tag();
+}
+
 // The bounds of a Box: one number if all are the same.
 std::string short_bounds(const std::string& bounds, const std::string& dtype) {
   const std::optional<DType> known = dtype_from_name(dtype);
@@ -33,18 +48,18 @@ std::string short_bounds(const std::string& bounds, const std::string& dtype) {
 
 // Adds an Entry of a Dict: the key and its space.
 void add_entry(const Segments& message, Piece body, size_t depth,
-               std::map<std::string, std::string>& entries) {
+               size_t& values, std::map<std::string, std::string>& entries) {
   std::string key;
   std::string space;
   Reader entry(message, body);
   while (!entry.at_end()) {
-    const Tag tag = entry.tag();
+    const Tag tag = next_tag(entry, values);
     if (tag.field == 1) {
       Reader::expect(kBytes, tag);
       key = entry.string();
     } else if (tag.field == 2) {
       Reader::expect(kBytes, tag);
-      space = decode_space(message, entry.bytes(), depth);
+      space = decode_space_at(message, entry.bytes(), depth, values);
     } else {
       entry.skip(tag.type);
     }
@@ -54,13 +69,15 @@ void add_entry(const Segments& message, Piece body, size_t depth,
 
 // Returns the space of this kind in the encoding of Welcome::observation.
 std::string decode_kind(const Segments& message, Piece body, uint32_t kind,
-                        size_t depth) {
+                        size_t depth, size_t& values) {
   std::map<uint32_t, std::string> fields;
   std::map<std::string, std::string> entries;  // Of a Dict.
   Reader reader(message, body);
   while (!reader.at_end()) {
-    const Tag tag = reader.tag();
-    if (tag.type == kVarint) {
+    const Tag tag = next_tag(reader, values);
+    if (tag.field > kLastField) {
+      reader.skip(tag.type);
+    } else if (tag.type == kVarint) {
       const uint64_t value = reader.varint();
       // A Discrete has single numbers: 0 may also be left out. All other
       // numbers are repeated: packed or not.
@@ -70,9 +87,10 @@ std::string decode_kind(const Segments& message, Piece body, uint32_t kind,
     } else if (tag.type != kBytes) {
       reader.skip(tag.type);
     } else if (kind == kTuple && tag.field == 1) {
-      put_bytes(fields[1], 1, decode_space(message, reader.bytes(), depth + 1));
+      put_bytes(fields[1], 1,
+                decode_space_at(message, reader.bytes(), depth + 1, values));
     } else if (kind == kDict && tag.field == 1) {
-      add_entry(message, reader.bytes(), depth + 1, entries);
+      add_entry(message, reader.bytes(), depth + 1, values, entries);
     } else {
       fields[tag.field] += reader.string();
     }
@@ -95,22 +113,28 @@ std::string decode_kind(const Segments& message, Piece body, uint32_t kind,
   return out;
 }
 
-}  // namespace
-
-std::string decode_space(const Segments& message, Piece body, size_t depth) {
+// As decode_space. `depth` is 0 for the outermost space.
+std::string decode_space_at(const Segments& message, Piece body, size_t depth,
+                            size_t& values) {
   if (depth > kMaxDepth) throw DecodeError("a space is nested too deeply");
   std::string out;
   Reader reader(message, body);
   while (!reader.at_end()) {
-    const Tag tag = reader.tag();
+    const Tag tag = next_tag(reader, values);
     if (tag.field > kTuple) {
       reader.skip(tag.type);
     } else {
       Reader::expect(kBytes, tag);
-      out = decode_kind(message, reader.bytes(), tag.field, depth);
+      out = decode_kind(message, reader.bytes(), tag.field, depth, values);
     }
   }
   return out;
+}
+
+}  // namespace
+
+std::string decode_space(const Segments& message, Piece body, size_t& values) {
+  return decode_space_at(message, body, 0, values);
 }
 
 }  // namespace torchbeast::wire

@@ -14,8 +14,9 @@ namespace torchbeast::wire {
 
 // Returns a Space of a message in an encoding that is the same for the same
 // space: packed or not, with one bound or one for each element, and in any
-// order of a Dict's entries. `depth` is 0 for the outermost space. Throws
-// DecodeError.
-std::string decode_space(const Segments& message, Piece body, size_t depth);
+// order of a Dict's entries. Fields that no space has are skipped. Adds the
+// number of fields to `values`, so that a small message cannot make a large
+// encoding. Throws DecodeError, also if `values` exceeds kMaxValues.
+std::string decode_space(const Segments& message, Piece body, size_t& values);
 
 }  // namespace torchbeast::wire

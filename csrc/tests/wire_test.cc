@@ -272,6 +272,34 @@ TEST(spaces_compare_however_they_are_written) {
                read(bytes(6, bytes(1, deep))));
 }
 
+TEST(fields_that_no_space_has_are_skipped) {
+  const auto read = [](const std::string& space) {
+    return read_welcome(fake::bytes(1, fake::bytes(8, space))).observation;
+  };
+  const std::string two = fake::number(1, 2);
+  const std::string later = fake::number(5, 1) + fake::bytes(100, "new");
+  CHECK_EQ(read(fake::bytes(2, two + later)), read(fake::bytes(2, two)));
+}
+
+TEST(the_two_spaces_of_a_welcome_have_few_values) {
+  const auto read = [](size_t observation_keys, size_t action_keys) {
+    std::string spaces;
+    for (const auto& [field, n] :
+         {std::pair{8, observation_keys}, std::pair{9, action_keys}}) {
+      std::string entries;
+      for (size_t i = 0; i < n; ++i) entries += fake::bytes(1, "");
+      spaces += fake::bytes(field, fake::bytes(5, entries));
+    }
+    const std::string message = fake::bytes(1, spaces);
+    return read_welcome(message, message.size());
+  };
+  // Each space has a field that says that it is a Dict.
+  const size_t half = wire::kMaxValues / 2 - 1;
+  CHECK(!read(half, half).action.empty());
+  CHECK_THROWS(DecodeError, "its spaces have more than 1048576 values",
+               read(half, half + 1));
+}
+
 TEST(values_of_options_are_described_as_python_writes_them) {
   const auto number = [](double value) {
     return fake::varint(3 << 3 | 1) + fake::raw(value);
