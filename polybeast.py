@@ -85,7 +85,7 @@ from core.remote.greet import greet, warn_if_insecure
 from core.remote.local_servers import LocalServers
 from core.remote.server_lists import ServerList
 from core.rollout import Spaces, new_rollouts
-from core.running import common_flags, compute, evaluation, folder, log_setup
+from core.running import common_flags, compute, evaluation, log_setup
 from core.running.compute import explain_out_of_memory, set_torch_threads
 from core.running.machine import (
     keep_freed_memory,
@@ -527,7 +527,7 @@ def train_with(
         pool.check_memory(flags, spaces, outputs, num_envs)
         if run.has_nothing_to_do():
             return Exit.DONE
-        run_id = folder.run_id(run.recorded, run_dir)
+        run_id = pool.learner_id(run.recorded, run_dir)
         run.record(
             {option.name: option.value for option in welcome.options},
             run_id=run_id,

@@ -317,9 +317,8 @@ class Learners:
         self._raise_if_one_has_ended()
 
     def _have_all_connected(self) -> bool:
-        store = self._store
+        store, every = self._store, [f"process/{r}" for r in range(self.size)]
         try:
-            every = [f"process/{r}" for r in range(self.size)]
             return store is not None and bool(store.check(every))
         except RuntimeError:
             self._store = None

@@ -57,7 +57,8 @@ def greet(
     began = say_at = time.monotonic()
     if servers.is_local:
         say_at += SAY_WAITING_S  # The log lines of local servers come first.
-    asker = _Asker(flags, _trained_env(flags) if servers.may_change else None)
+    trained_env = _trained_env(flags)
+    asker = _Asker(flags, trained_env if servers.may_change else None)
     refused: dict[str, str] = {}  # The reason, by address.
     # Learners other than the first print only warnings.
     level = logging.WARNING if ranks.rank() else logging.INFO
@@ -161,11 +162,17 @@ class _Asker:
 
 
 def _trained_env(flags: argparse.Namespace) -> str | None:
-    """Return the environment of the run that is resumed, or None in a new run."""
-    run_dir = Path(flags.savedir) / flags.xpid
-    if not any(run_dir.glob("checkpoints/step-*")):
-        return None
-    return folder.recorded_meta(run_dir).get("flags", {}).get("env")
+    """Return the environment of the run that is resumed, or None in a new run.
+
+    Of several learners, learner 0 tells it to the others: it has the run's folder.
+    """
+    found = None
+    if ranks.rank() == 0:
+        run_dir = Path(flags.savedir) / flags.xpid
+        if any(run_dir.glob("checkpoints/step-*")):
+            found = folder.recorded_meta(run_dir).get("flags", {}).get("env")
+    others = learners.current()
+    return found if others is None else others.share(found)
 
 
 def _is_to_stop(stop: StopSignal) -> bool:

@@ -9,11 +9,13 @@ import collections
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import libtorchbeast
 from core.action_spaces import category_sizes, split_mask
+from core.algorithm import learners
 from core.algorithm.update import Learner
 from core.errors import ConfigError
 from core.nests import ArraySpec, leaves
@@ -24,6 +26,7 @@ from core.remote.local_servers import LocalServers
 from core.remote.server_flags import MIN_MAX_STREAMS
 from core.remote.server_lists import ServerList, describe_change
 from core.rollout import Spaces, new_rollouts, row_spec
+from core.running import folder
 from core.running.common_flags import has_remote_servers
 from core.running.machine import available_memory
 from core.running.supervise import Watchdog
@@ -45,6 +48,24 @@ def open_servers(flags: argparse.Namespace) -> LocalServers | ServerList:
     if not has_remote_servers(flags):
         return LocalServers(flags)
     return ServerList.of_flags(flags, DialedIn(flags) if flags.listen else None)
+
+
+def learner_id(recorded: Mapping[str, Any], run_dir: Path) -> str:
+    """Return the id by which servers recognize this learner when it connects again.
+
+    It is the run's id, which is the same in all starts of the run. Learners after the
+    first add their number, because a learner ends the streams of another one that has
+    the same id. Only learner 0 looks into the run's folder: it is on its machine.
+
+    Args:
+      recorded: the run's meta.json, or {} in a new run.
+    """
+    others = learners.current()
+    if others is None:
+        return folder.run_id(recorded, run_dir)
+    own = folder.run_id(recorded, run_dir) if others.rank == 0 else ""
+    run_id = others.share(own)
+    return f"{run_id}, learner {others.rank}" if others.rank else run_id
 
 
 def max_streams(

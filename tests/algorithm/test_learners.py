@@ -20,6 +20,7 @@ from core.errors import ConfigError, Exit, UsageError
 from core.nests import map_nest
 from core.rollout import Spaces
 from core.running import precision
+from core.running.folder import write_meta
 from core.running.supervise import start_thread
 from tests.algorithm.test_normalization import ACTIONS, VECTOR, T, random_batch
 from tests.conftest import DEADLINE_S, wait_until
@@ -465,6 +466,25 @@ def test_a_learner_with_wrong_flags_ends_after_those_of_other_machines(monkeypat
     assert shared.get("ended") == b"0"
     # At least one look that did not find learner 1, and one that did.
     assert len(waits) >= 3 and waits[-1] == learners.END_S
+
+
+def tell_trained_env(flags, rank, size, folder):
+    from core.remote import greet  # It needs the extension.
+
+    flags.savedir = folder / f"runs-{rank}"
+    (folder / f"{rank}.txt").write_text(str(greet._trained_env(flags)))
+    return Exit.DONE
+
+
+def test_all_learners_know_the_environment_of_the_run_in_learner_0s_folder(
+    together, tmp_path
+):
+    pytest.importorskip("libtorchbeast", reason="needs the extension")
+    run_dir = tmp_path / "runs-0" / "x"
+    (run_dir / "checkpoints" / "step-1").mkdir(parents=True)
+    write_meta(run_dir, flags={"env": "Catch"}, extra={})
+    found = together(tell_trained_env, argv=lambda rank: ["--xpid", "x"])
+    assert found == {0: "Catch", 1: "Catch"}
 
 
 def test_a_store_that_another_thread_gives_up_during_a_call_is_no_crash():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of two learners: they end together, and go on with any number of learners."""
 
+import contextlib
 import os
 import re
 import signal
@@ -17,8 +18,10 @@ from torch.distributed import TCPStore
 
 from core.algorithm import learners
 from core.environments.toys import Catch
+from core.remote.places import Places
 from core.running import checkpoint
-from tests.conftest import ended, wait_until
+from core.running.folder import read_meta
+from tests.conftest import ended, free_ports, wait_until
 from tests.normalization_flags import obeyed
 from tests.trainers.several import environments, start_learners
 from tools.nemesis.programs import Program
@@ -189,6 +192,70 @@ def test_a_stopped_learner_0_ends_the_run_under_its_launcher(serve, tmp_path):
     assert newest(tmp_path).step >= int(log_rows(launcher.run_dir)[-1]["step"]) > 0
     for server in servers:
         server.stop()
+
+
+@contextlib.contextmanager
+def noted_ids(monkeypatch):
+    """Yield the set of ids of the streams that begin in this process's servers."""
+    ids = set()
+    take = Places.take
+
+    def noting(places, hello, context):
+        ids.add(hello.run_id)
+        return take(places, hello, context)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Places, "take", noting)
+        yield ids
+
+
+def test_each_learner_keeps_an_id_of_its_own(start, serve, tmp_path, monkeypatch):
+    pytest.importorskip("polybeast", reason="needs the extension")
+    servers = [serve(Catch, num_envs=2) for _ in range(2)]
+    flags = [*FLAGS, "--server_addresses", ",".join(s.address for s in servers)]
+    port = free_ports(1)
+    for starts in (1, 2):
+        with noted_ids(monkeypatch) as ids:
+            programs = []
+            for rank, env in enumerate(environments(2, port)):
+                more = ["--total_steps", starts * STEPS]
+                more += ["--savedir", tmp_path / f"runs-{rank}"]
+                programs.append(start(*flags, *more, module="polybeast", env=env))
+            assert [p.wait() for p in programs] == [0, 0], [p.text() for p in programs]
+        run_id = read_meta(tmp_path / "runs-0" / "x")["run_id"]
+        assert ids == {f"x ({run_id})", f"x ({run_id}, learner 1)"}
+    assert not (tmp_path / "runs-1").exists()
+
+
+# A learner for which the folder --savedir of another machine is empty, and stays so.
+ELSEWHERE = """
+mount -t tmpfs tmpfs "$1" || exit 99
+shift
+"$@"
+status=$?
+[ -z "$(ls -A "$0")" ] || exit 98
+exit $status
+"""
+
+
+def test_only_learner_0_has_the_runs_folder(start, start_program, serve, tmp_path):
+    pytest.importorskip("polybeast", reason="needs the extension")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    shell = ["unshare", "--user", "--map-root-user", "--mount"]
+    shell += ["sh", "-c", ELSEWHERE, runs, runs]
+    if subprocess.run([*shell, "true"], capture_output=True).returncode:
+        pytest.skip("needs mount namespaces")
+    servers = [serve(Catch, num_envs=2) for _ in range(2)]
+    flags = [*FLAGS, "--total_steps", STEPS, "--savedir", runs]
+    flags += ["--server_addresses", ",".join(s.address for s in servers)]
+    envs = environments(2)
+    learner_0 = start(*flags, module="polybeast", env=envs[0])
+    command = [*shell, sys.executable, "-m", "polybeast", *flags]
+    learner_1 = start_program(*command, env={**os.environ, **envs[1]})
+    assert learner_0.wait() == 0, learner_0.text()
+    assert learner_1.wait() == 0, learner_1.text()
+    assert newest(tmp_path).step == STEPS
 
 
 def test_a_signal_to_one_learner_ends_all_that_wait_for_servers(start, tmp_path):
