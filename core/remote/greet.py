@@ -9,6 +9,7 @@ import collections
 import logging
 import re
 import time
+import zlib
 from pathlib import Path
 
 import libtorchbeast
@@ -21,7 +22,7 @@ from core.remote.frames import arrays_of
 from core.remote.local_servers import LocalServers
 from core.remote.server_flags import describe_new_rollouts
 from core.remote.server_lists import ServerList
-from core.rollout import new_rollouts, row_spec, spec_of
+from core.rollout import new_rollouts, row_spec, spec_of, text_of
 from core.running import common_flags, folder
 from core.running.signals import StopSignal
 
@@ -181,6 +182,37 @@ def _is_to_stop(stop: StopSignal) -> bool:
         return has_signal
     others.check_stop(has_signal)
     return others.wants_stop
+
+
+def check_same_env(welcome: messages.Welcome) -> None:
+    """Refuse learners whose servers have another environment than learner 0's.
+
+    (csrc/same_env.cc compares the servers of one learner.) The number of environments
+    of a stream may differ: no learner reads the rollouts of another one. Does nothing
+    if this is the only learner; otherwise all learners must call this.
+
+    Raises:
+      ConfigError: in all learners. The message names the learner and the difference.
+    """
+    if (others := learners.current()) is None:
+        return
+    ours = {"env": welcome.env, "frames_per_step": str(welcome.frames_per_step)}
+    for name in ("observation", "action"):
+        space = getattr(welcome, name)
+        ours[f"{name} space"] = text_of(space)
+        data = codec.encode(codec.space_message(space))  # The text may lack bounds.
+        ours[f"{name} space with the checksum"] = f"{zlib.crc32(data):08x}"
+    ours |= {f"option {o.name}": repr(o.value) for o in welcome.options}
+    first, *rest = others.collect(ours)
+    for i, theirs in enumerate(rest, 1):
+        for key in {**first, **theirs}:
+            expected, got = (x.get(key, "(not reported)") for x in (first, theirs))
+            if got != expected:
+                raise ConfigError(
+                    f"learner {i}'s servers have the {key} {got}, but learner 0's have "
+                    f"{expected}. Start all servers with the same environment and the "
+                    "same flags."
+                )
 
 
 def add_tls_reason(text: str, flags: argparse.Namespace) -> str:

@@ -10,14 +10,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 from torch.distributed import TCPStore
 
 from core.algorithm import learners
 from core.environments.toys import Catch
+from core.errors import ConfigError
+from core.remote.messages import Option, Welcome
 from core.remote.places import Places
 from core.running import checkpoint
 from core.running.folder import read_meta
@@ -227,6 +232,87 @@ def test_each_learner_keeps_an_id_of_its_own(start, serve, tmp_path, monkeypatch
     assert not (tmp_path / "runs-1").exists()
 
 
+@pytest.mark.parametrize(
+    "options, difference",
+    [
+        ({"name": "Pitch"}, "env Pitch, but learner 0's have Catch"),
+        ({"options": {"sticky": 0.25}}, "option sticky 0.25, but learner 0's have 0.0"),
+    ],
+)
+def test_servers_of_another_environment_are_refused_in_all_learners(
+    start, serve, tmp_path, options, difference
+):
+    pytest.importorskip("polybeast", reason="needs the extension")
+    given = {"num_envs": 2, "name": "Catch", "options": {"sticky": 0.0}}
+    servers = [serve(Catch, **given), serve(Catch, **{**given, **options})]
+    flags = [*FLAGS[2:], "--total_steps", STEPS]
+    flags += ["--server_addresses", ",".join(server.address for server in servers)]
+    programs = start_learners(start, *flags, module="polybeast")
+    assert [p.wait() for p in programs] == [78, 78], [p.text() for p in programs]
+    for i, program in enumerate(programs):
+        assert program.text().splitlines()[-1] == (
+            f"learner {i}: ConfigError: learner 1's servers have the {difference}. "
+            "Start all servers with the same environment and the same flags."
+        )
+    assert not (tmp_path / "runs").exists()
+
+
+def observation(low):
+    lows = np.tile(np.array([0, 1], np.float32), 200)
+    lows[100] = low  # The text of the space has no room for it.
+    return Box(lows, 1, dtype=np.float32)
+
+
+def welcome(**changes):
+    spaces = {"observation": observation(0.25), "action": Discrete(3)}
+    options = (Option("size", 5), Option("sticky", 0.0))
+    given = {"env": "Catch", "frames_per_step": 1, "options": options, **spaces}
+    return Welcome(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, difference",
+    [
+        ({"frames_per_step": 4}, "frames_per_step 4, but learner 0's have 1"),
+        ({"options": ()}, "option size (not reported), but learner 0's have 5"),
+        ({"options": (Option("size", 5), Option("x", "y"))}, "option sticky (not "),
+        ({"action": Discrete(4)}, "action space Discrete(4), but learner 0's have D"),
+        (
+            {"observation": observation(0.5)},
+            "observation space with the checksum ",
+        ),
+        ({"num_envs": 3, "num_streams": 5, "version": "9"}, None),
+    ],
+)
+def test_differences_of_servers_are_named(monkeypatch, changes, difference):
+    greet = pytest.importorskip("core.remote.greet", reason="needs the extension")
+    collected = []
+
+    def collect(ours):
+        collected.append(ours)
+        return [*collected]
+
+    current = SimpleNamespace(collect=collect)
+    monkeypatch.setattr(greet.learners, "current", lambda: current)
+    greet.check_same_env(welcome())
+    greet.check_same_env(welcome())
+    if difference is None:
+        greet.check_same_env(welcome(**changes))
+        return
+    with pytest.raises(ConfigError) as error:
+        greet.check_same_env(welcome(**changes))
+    assert str(error.value).startswith(f"learner 2's servers have the {difference}")
+
+
+def test_servers_of_two_learners_may_have_other_numbers_of_environments(start, serve):
+    pytest.importorskip("polybeast", reason="needs the extension")
+    servers = [serve(Catch, num_envs=1), serve(Catch, num_envs=2)]
+    flags = [*FLAGS, "--total_steps", STEPS]
+    flags += ["--server_addresses", ",".join(server.address for server in servers)]
+    programs = start_learners(start, *flags, module="polybeast")
+    assert [p.wait() for p in programs] == [0, 0], [p.text() for p in programs]
+
+
 # A learner for which the folder --savedir of another machine is empty, and stays so.
 ELSEWHERE = """
 mount -t tmpfs tmpfs "$1" || exit 99
@@ -256,6 +342,16 @@ def test_only_learner_0_has_the_runs_folder(start, start_program, serve, tmp_pat
     assert learner_0.wait() == 0, learner_0.text()
     assert learner_1.wait() == 0, learner_1.text()
     assert newest(tmp_path).step == STEPS
+
+
+def test_a_learner_that_stops_without_a_server_ends_one_that_has_one(start, serve):
+    pytest.importorskip("polybeast", reason="needs the extension")
+    server = serve(Catch, num_envs=2)
+    flags = [*FLAGS, "--server_addresses", f"{server.address},{server.address}-away"]
+    programs = start_learners(start, *flags, module="polybeast")
+    programs[1].wait_for_text("Waiting for an environment server")
+    os.kill(programs[1].pid, signal.SIGTERM)
+    assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
 
 
 def test_a_signal_to_one_learner_ends_all_that_wait_for_servers(start, tmp_path):
