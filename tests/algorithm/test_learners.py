@@ -441,7 +441,8 @@ def test_without_torchrun_learner_0_names_who_does_not_come(monkeypatch):
 
     monkeypatch.setattr(learners.time, "sleep", sleep)
     with pytest.raises(LearnerLost) as error:
-        learners.train_together(lambda flags: Exit.DONE, parse("--stall_timeout_s", "1"))
+        flags = parse("--stall_timeout_s", "1")
+        learners.train_together(lambda flags: Exit.DONE, flags)
     text = "learner 2 of 3 did not connect within "
     assert str(error.value).startswith(text)
     assert learner_1.result().startswith(f"{int(Exit.INTERNAL)} {text}")
