@@ -25,7 +25,6 @@ import json
 import logging
 import math
 import os
-import platform
 import socket
 import time
 import zlib
@@ -37,7 +36,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core import proc, ranks
-from core.errors import ConfigError, Exit, UsageError, one_line
+from core.algorithm import agreement
+from core.errors import ConfigError, Exit, one_line
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +57,6 @@ SAY_WAITING_S = 30.0  # Between two warnings that this learner waits for another
 ASK_S = 1.0  # Between two checks whether another learner has ended or wants to stop.
 REPORT_S = 1.0  # Learner 0 asks for the other learners' reports at this interval.
 CHECK_UPDATES = 1000  # Updates between two comparisons of the weights.
-# Flags that may differ: machines differ, and only learner 0 has the folder of the run.
-MAY_DIFFER = {
-    *("xpid", "savedir", "disable_checkpoint", *ranks.OUTPUTS),
-    *("num_actors", "envs_per_actor", "num_servers"),
-    *("num_buffers", "max_learner_queue_size"),
-    *("server_addresses", "listen", "pipes_basename", "tls_dir"),
-    *("learner_device", "actor_device", "disable_cuda"),
-    *("learner_cores", "num_inference_threads", "num_learner_threads"),
-}
 
 
 class LearnerLost(Exception):
@@ -235,51 +226,12 @@ class Learners:
         Raises:
           ConfigError: the networks differ, or the processors that learn.
         """
-        tensors = net.state_dict()
-        processor = _processor(next(net.parameters()).device)
-        for i, other in enumerate(self.collect(processor)):
-            if other != processor:
-                raise ConfigError(
-                    f"learner {self.rank} learns on {processor}, but learner {i} on "
-                    f"{other}. These round differently, so the weights would differ. "
-                    "Start learners on one kind of processor."
-                )
-        sizes = {name: tuple(x.shape) for name, x in tensors.items()}
-        for i, others in enumerate(self.collect(sizes)):
-            if others != sizes:
-                names = sizes.keys() | others.keys()
-                name = min(n for n in names if sizes.get(n) != others.get(n))
-                raise ConfigError(
-                    f"learner {self.rank}'s network has {name} {sizes.get(name)}, but "
-                    f"learner {i}'s has {others.get(name)}. Do all learners have the "
-                    "same environment?"
-                )
-        for x in tensors.values():
+        agreement.check_networks(net, self.rank, self.collect)
+        for x in net.state_dict().values():
             on_cpu = x.cpu()
             with self._waiting():
                 dist.broadcast(on_cpu, 0)
             x.copy_(on_cpu)
-
-    def check_flags(self, flags: argparse.Namespace) -> None:
-        """Refuse learners whose flags differ from those of learner 0.
-
-        Raises:
-          UsageError: in all learners. The message names the learner and the flag.
-        """
-        ours = {
-            key: json.dumps(value, default=str)
-            for key, value in sorted(vars(flags).items())
-            if key not in MAY_DIFFER
-        }
-        first, *others = self.collect(ours)
-        for i, theirs in enumerate(others, 1):
-            for key in first.keys() | theirs.keys():
-                if first.get(key) != theirs.get(key):
-                    raise UsageError(
-                        f"learner {i} was started with --{key} {theirs.get(key)}, but "
-                        f"learner 0 with --{key} {first.get(key)}. Give all learners "
-                        "the same flags."
-                    )
 
     def _wait_for_all(self) -> None:
         """Wait until all learners have connected to the store.
@@ -489,16 +441,6 @@ class Learners:
                 proc.continue_if_stopped(f"learner {rank}", int(pid))
 
 
-def _processor(device: torch.device) -> str:
-    """Return the model of a GPU, or the architecture of a CPU.
-
-    Two CPUs of one architecture may round differently, too; `check_weights` notices it.
-    """
-    if device.type == "cuda":
-        return f"a GPU ({torch.cuda.get_device_name(device)})"
-    return f"a CPU ({platform.machine()})"
-
-
 _current: Learners | None = None
 
 
@@ -522,7 +464,7 @@ def train_together(
         return train(flags)
     _current = learners = _connect(flags)
     try:
-        learners.check_flags(flags)
+        agreement.check_flags(flags, learners.collect)
         status = train(flags)
     except BaseException as error:
         ends = error.status if isinstance(error, LearnerLost) else Exit.INTERNAL

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 import monobeast
-from core.algorithm import learners, update
+from core.algorithm import agreement, learners, update
 from core.algorithm.learners import LearnerLost
 from core.errors import ConfigError, Exit, UsageError
 from core.nests import map_nest
@@ -177,7 +177,7 @@ def test_weights_that_differ_are_noticed(together):
 
 
 def learn_on_another_processor(flags, rank, size, folder):
-    learners._processor = lambda device: f"a CPU (model {rank})"
+    agreement.processor_of = lambda device: f"a CPU (model {rank})"
     learner = monobeast.create_learner(flags, Spaces(VECTOR, ACTIONS))
     learner.learners.share_weights(learner.net)
     return Exit.DONE
