@@ -142,8 +142,7 @@ def test_a_signal_while_another_learner_is_frozen_leaves_a_checkpoint(start, tmp
     assert newest(tmp_path).step == int(log_rows(run_dir)[-1]["step"])
 
 
-@pytest.mark.parametrize("harm", ["servers away", "process stopped"])
-def test_a_learner_that_does_not_answer_ends_the_run(start, serve, tmp_path, harm):
+def test_a_learner_whose_servers_are_away_ends_the_run(start, serve, tmp_path):
     pytest.importorskip("polybeast", reason="needs the extension")
     servers = [serve(Catch, num_envs=2) for _ in range(2)]
     flags = [*FLAGS, "--total_steps", 10**7, "--stall_timeout_s", 3]
@@ -151,10 +150,7 @@ def test_a_learner_that_does_not_answer_ends_the_run(start, serve, tmp_path, har
     programs = start_learners(start, *flags, module="polybeast")
     run_dir = tmp_path / "runs" / "x"
     wait_until(lambda: num_rows(run_dir) > 2)
-    if harm == "servers away":
-        servers[1].stop()
-    else:  # The other learner continues it at the end.
-        psutil.Process(programs[1].pid).suspend()
+    servers[1].stop()
     assert [p.wait() for p in programs] == [70, 70], [p.text() for p in programs]
     reason = (
         "LearnerLost: learner 1 of 2 did not answer within 3 s (--stall_timeout_s): "
