@@ -11,9 +11,11 @@ Needs no torch. `core.algorithm.learners` connects the learners.
 """
 
 import argparse
+import contextlib
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # These flags must be multiples of the number of learners.
@@ -55,6 +57,13 @@ def first_incarnation() -> int:
     0 for learner 0.
     """
     return rank() << 48
+
+
+def record_status(status: int) -> None:
+    """Write the exit status of this learner for tools.learners, if that started it."""
+    if (folder := os.environ.get(STATUS_DIR)) is not None:
+        with contextlib.suppress(OSError):
+            Path(folder, str(rank())).write_text(str(int(status)))
 
 
 def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:

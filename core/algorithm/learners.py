@@ -76,7 +76,7 @@ class Learners:
     """The connection to the other learners. Every learner must make the same calls.
 
     Used by the main thread at the start of a run, and then by `Learner.update` with
-    `Learner.lock`. The main thread may call `check_stop` at any time.
+    `Learner.turn`. The main thread may call `check_stop` at any time.
     """
 
     def __init__(self, store: Any, *, limit_s: float | None):
@@ -419,10 +419,11 @@ class Learners:
         is_early = status not in (Exit.DONE, Exit.STOPPED)
         # Without torchrun, learner 0 keeps the store: the others must read it first.
         if not is_early or self.rank == 0:
-            # Without an agreement to stop, a learner may be away. Learner 0 has saved.
-            is_early |= self.rank == 0 and not self.is_over
-            deadline = time.monotonic() + (END_S if is_early else LAST_SAVE_S)
             others = [r for r in range(self.size) if r != self.rank]
+            if not self.is_over:  # There was no agreement to stop: some may be away.
+                is_early |= self.rank == 0  # It has saved.
+                others = others[:1]  # Learner 0, if this is another one.
+            deadline = time.monotonic() + (END_S if is_early else LAST_SAVE_S)
             while time.monotonic() < deadline:
                 if all(self._end_of(r) for r in others) or self._store is None:
                     break

@@ -154,12 +154,15 @@ class InputNorm(nn.Module):
 
         Row 0 is left out: it was the last row of the previous rollout.
         """
-        inputs = [x for _, x in leaves(rows["observation"])]
-        found = [
-            norm.moments(x[1:].flatten(0, 1)).flatten()
-            for norm, x in zip(self.observation, inputs, strict=True)
-            if isinstance(norm, RunningNorm)
-        ]
+        by_index: dict[int, torch.Tensor] = {}
+
+        def collect(i: int, x: torch.Tensor) -> None:
+            if isinstance(norm := self.observation[i], RunningNorm):
+                by_index[i] = norm.moments(x[1:].flatten(0, 1)).flatten()
+
+        # By key: rows may have the keys of a Dict in another order than its space.
+        map_nest(collect, self._number, rows["observation"])
+        found = [by_index[i] for i in sorted(by_index)]
         if not self.clip_rewards:
             found.append(self.reward.moments(rows["reward"][1:].flatten()))
         return torch.cat(found) if found else rows["reward"].new_zeros(0).double()

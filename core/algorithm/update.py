@@ -48,7 +48,8 @@ class Learner:
     Learner threads and the main thread share it. A thread holds `turn` during its whole
     update, and `lock` while the update changes the weights and the counters. Snapshots
     take only `lock`: so a checkpoint never holds half an update, and does not wait for
-    a gradient or for another learner.
+    a gradient or for another learner. (A hook of an optimizer runs with `lock`, and
+    what `forward` writes into buffers of the network is not protected.)
     """
 
     def __init__(
@@ -168,6 +169,8 @@ class Learner:
                     for optimizer in self.optimizers:
                         optimizer.step()
                     self._learn_statistics(moments, sums)
+                if self.learners is not None:
+                    self.stopped = self.learners.has_agreed_to_stop
                 self._count(batch, sums, is_finite)
             if self.learners is not None:
                 self._meet_learners(self.learners)
@@ -215,7 +218,6 @@ class Learner:
 
     def _meet_learners(self, learners: Learners) -> None:
         """After an update: send learner 0 its report; compare the weights."""
-        self.stopped = learners.has_agreed_to_stop
         learners.is_over = self.finished() or self.stopped
         if learners.is_report_due or learners.is_over:
             with self.lock:

@@ -34,21 +34,13 @@ def run_program(
     """
 
     def train_recorded(flags: argparse.Namespace) -> Exit:
-        # If this learner is killed, this is its status. Not earlier: until all
-        # learners have connected, a stop signal ends it, and nothing is lost.
-        _record(Exit.INTERNAL)
-        return train(flags)
+        status = train(flags)
+        ranks.record_status(status)  # Now: it may wait for other learners to end.
+        return status
 
     status = _run(parse_flags, train_recorded, test, argv)
-    _record(status)
+    ranks.record_status(status)
     return status
-
-
-def _record(status: int) -> None:
-    """Write the exit status of this learner for tools.learners."""
-    if (folder := os.environ.get(ranks.STATUS_DIR)) is not None:
-        with contextlib.suppress(OSError):
-            Path(folder, str(ranks.rank())).write_text(str(int(status)))
 
 
 def _run(

@@ -67,7 +67,7 @@ LARGE = 4096  # Numbers; a flat observation of more is probably a picture.
 LOG_S = 10.0  # How long the end of a run waits for a row that is being written.
 SAY_HANGS_S = 30.0  # Interval of warnings that the disk has not taken a row or save.
 LOCK_S = 10.0  # How long a checkpoint or the last row waits for an update's last part.
-GIVE_UP_S = 1.0  # How long the end of a run waits for threads if a learner is away.
+LOOK_S = 0.2  # At this interval the end of a run looks whether a learner is away.
 
 
 # The state in a checkpoint besides the learner: (values for JSON, groups of tensors).
@@ -153,6 +153,7 @@ class Run:
         self._began: dict[str, float] = {}  # When, or when it was last warned of.
         self._checkpoints = run_dir / "checkpoints"
         self._earlier_s = 0.0  # Training time before the last resume.
+        self._is_joined = True  # False if `join` gave up waiting for a thread.
         self._has_sent_rows = False  # To learner 0, or learner 0 to itself.
 
     def resume(self) -> checkpoint.Checkpoint | None:
@@ -272,10 +273,16 @@ class Run:
         scheduler that stops this one gives it only some seconds.
         """
         limit_s += min(self.learner.longest_update_s, self.flags.stall_timeout_s)
-        if self._others is not None and self._others.waited_s() > learners.STOP_S:
-            log.warning("The present update waits for another learner: it is given up")
-            limit_s = min(limit_s, GIVE_UP_S)
-        join_threads(threads, limit_s)
+        end_at = time.monotonic() + limit_s
+        while self._others is not None and time.monotonic() < end_at:
+            if not concurrent.futures.wait(threads.values(), LOOK_S).not_done:
+                break
+            if self._others.waited_s() > learners.STOP_S:
+                log.warning("The update waits for another learner: it is given up")
+                break
+        else:
+            join_threads(threads, max(0.0, end_at - time.monotonic()))
+        self._is_joined = all(thread.done() for thread in threads.values())
         self.learner.is_closed = True
 
     def check_ledger(self, received: int, others: Mapping[str, int]) -> None:
@@ -293,7 +300,7 @@ class Run:
         Raises:
           RuntimeError: the sum is wrong: rows were lost, or learned twice.
         """
-        if self.learner.turn.locked():
+        if not self._is_joined:
             log.warning("The received rows are not added up: an update has not ended")
             return
         parts = {**self.learner.counts.rows, **others}
@@ -327,6 +334,8 @@ class Run:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Open the logs; at the end, also after an error, write the last checkpoint."""
+        # If this learner is killed, this is its status. Before, nothing can be lost.
+        ranks.record_status(Exit.INTERNAL)
         flags, learner = self.flags, self.learner
         recorded_flags = ranks.flags_of_run(vars(flags))
         self._started = self._last_log = self._last_save = time.monotonic()
@@ -452,10 +461,10 @@ class Run:
     def _write_row(self, stats: dict[str, Any], *, is_last: bool = False) -> None:
         """Write one row of logs.csv and show it; do nothing if there are no new steps.
 
-        This does not take the lock, which an update may hold for seconds. So if an
-        update ends at this moment, some columns of this row include the update, and the
-        other columns include it only in the next row. After the last update there is no
-        next row: therefore only `log` writes the last row.
+        This does not take the lock. So if an update ends at this moment, some columns
+        of this row include the update, and the other columns include it only in the
+        next row. After the last update there is no next row: therefore only `log`
+        writes the last row.
         """
         learner, now = self.learner, time.monotonic()
         step = learner.step

@@ -207,6 +207,22 @@ def test_each_float_leaf_has_statistics_of_its_own_and_others_stay_as_they_are()
         assert y is x
 
 
+def test_rows_may_have_the_keys_in_another_order_than_the_space():
+    """PolyBeast's rows have them sorted; a Dict keeps the order of its keywords."""
+    box = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    space = gym.spaces.Dict(z=box, a=box, k=gym.spaces.Discrete(3))
+    assert [*space.spaces] == ["z", "a", "k"]
+    rows = random_batch(space)
+    seen = rows["observation"]
+    seen["z"] += 100
+    rows["observation"] = {key: seen[key] for key in ("a", "k", "z")}
+    norm = InputNorm(space, clip_rewards=True)
+    norm.learn([norm.moments(rows)])
+    got = norm(rows)["observation"]
+    for key in ("z", "a"):
+        assert abs(float(got[key][1:].mean())) < 1e-5, key
+
+
 def test_a_reward_that_the_network_clips_is_not_normalized():
     norm = InputNorm(VECTOR, clip_rewards=True)
     rows = random_batch()

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import monobeast
+from core import ranks
 from core.algorithm import counters, losses, update
 from core.algorithm.dry_run import zero_rows
 from core.algorithm.update import Learner
@@ -239,6 +240,15 @@ def test_neither_an_update_nor_a_slow_disk_holds_up_who_logs(
         wait_until(lambda: saved(a_run))
         learn(a_run)
     assert saved(a_run)[-1] == 150
+
+
+def test_a_learner_that_is_killed_while_it_trains_has_a_status(tmp_path, monkeypatch):
+    monkeypatch.setenv(ranks.STATUS_DIR, str(tmp_path))
+    a_run = make_run(tmp_path)
+    assert not (tmp_path / "0").exists()
+    with a_run.open():
+        assert (tmp_path / "0").read_text() == "70"
+        learn(a_run)
 
 
 def test_an_update_that_does_not_end_holds_up_neither_checkpoint_nor_end(
