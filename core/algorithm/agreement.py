@@ -2,8 +2,7 @@
 """What several learners must have in common: their flags, network and processor.
 
 All learners make the same calls, with a `collect` that returns every learner's value in
-the order of their ranks (`core.algorithm.learners`). So all learners raise the same
-error.
+the order of their ranks (`core.algorithm.learners`). So all learners raise an error.
 """
 
 import argparse

@@ -67,7 +67,6 @@ LARGE = 4096  # Numbers; a flat observation of more is probably a picture.
 LOG_S = 10.0  # How long the end of a run waits for a row that is being written.
 SAY_HANGS_S = 30.0  # Interval of warnings that the disk has not taken a row or save.
 LOCK_S = 10.0  # How long a checkpoint or the last row waits for an update's last part.
-LOOK_S = 0.2  # At this interval the end of a run looks whether a learner is away.
 
 
 # The state in a checkpoint besides the learner: (values for JSON, groups of tensors).
@@ -273,16 +272,15 @@ class Run:
         scheduler that stops this one gives it only some seconds.
         """
         limit_s += min(self.learner.longest_update_s, self.flags.stall_timeout_s)
-        end_at = time.monotonic() + limit_s
-        while self._others is not None and time.monotonic() < end_at:
-            if not concurrent.futures.wait(threads.values(), LOOK_S).not_done:
-                break
-            if self._others.waited_s() > learners.STOP_S:
-                log.warning("The update waits for another learner: it is given up")
-                break
-        else:
-            join_threads(threads, max(0.0, end_at - time.monotonic()))
-        self._is_joined = all(thread.done() for thread in threads.values())
+
+        def is_hopeless() -> bool:
+            others = self._others
+            if others is None or others.waited_s() <= learners.STOP_S:
+                return False
+            log.warning("The update waits for another learner: it is given up")
+            return True
+
+        self._is_joined = join_threads(threads, limit_s, is_hopeless)
         self.learner.is_closed = True
 
     def check_ledger(self, received: int, others: Mapping[str, int]) -> None:
@@ -301,7 +299,7 @@ class Run:
           RuntimeError: the sum is wrong: rows were lost, or learned twice.
         """
         if not self._is_joined:
-            log.warning("The received rows are not added up: an update has not ended")
+            log.warning("The received rows are not added up: a thread has not ended")
             return
         parts = {**self.learner.counts.rows, **others}
         text = describe_ledger(received, parts)

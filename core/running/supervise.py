@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 HANG_GRACE_S = 60.0
 
 SAY_JOIN_S = 1.0  # A wait for threads at the end of a run is logged after this time.
+LOOK_S = 0.2  # At this interval that wait looks whether it is hopeless.
 
 REPEAT_S = 600.0  # A warning that comes again is shown again after this time.
 MAX_CAUSES = 1000  # Limits memory, since an environment may raise a new text each time.
@@ -132,24 +134,40 @@ def start_thread(
 
 
 def join_threads(
-    threads: Mapping[str, concurrent.futures.Future], limit_s: float
-) -> None:
-    """Wait for threads that must stop; log those that still run, and all stacks."""
-    _, running = concurrent.futures.wait(threads.values(), min(SAY_JOIN_S, limit_s))
-    if running:
-        log.info(
-            "Waiting for %s to stop, for up to %.0f s. A second signal ends the "
-            "program at once.",
-            ", ".join(name for name, thread in threads.items() if thread in running),
-            limit_s,
-        )
-        left_s = limit_s - SAY_JOIN_S
-        _, running = concurrent.futures.wait(threads.values(), max(0, left_s))
+    threads: Mapping[str, concurrent.futures.Future],
+    limit_s: float,
+    is_hopeless: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Wait for threads that must stop; log those that still run, and all stacks.
+
+    Args:
+      is_hopeless: asked every LOOK_S; True ends the wait, without these logs.
+
+    Returns:
+      Whether all threads have stopped.
+    """
+    began = time.monotonic()
+    say_at, end_at = began + SAY_JOIN_S, began + limit_s
+    while running := concurrent.futures.wait(threads.values(), LOOK_S).not_done:
+        if is_hopeless():
+            return False
+        now = time.monotonic()
+        if now > end_at:
+            break
+        if now > say_at:
+            say_at = math.inf
+            log.info(
+                "Waiting for %s to stop, for up to %.0f s. A second signal ends the "
+                "program at once.",
+                ", ".join(name for name, t in threads.items() if t in running),
+                limit_s,
+            )
     for name, thread in threads.items():
         if thread in running:
             log.error("%s did not stop within %g s; all stacks follow", name, limit_s)
     if running:
         dump_stacks()
+    return not running
 
 
 def raise_failures(threads: Mapping[str, concurrent.futures.Future]) -> None:

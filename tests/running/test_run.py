@@ -273,7 +273,7 @@ def test_an_update_that_does_not_end_holds_up_neither_checkpoint_nor_end(
         a_run.join({"learner-0": update}, limit_s=0.0)
         a_run.check_ledger(10**6, {})  # Nobody knows what becomes of that batch.
         before = weights(a_run)
-    assert "an update has not ended" in caplog.text
+    assert "a thread has not ended" in caplog.text
     may_end.set()
     update.result(DEADLINE_S)
     assert learner.step == 50
