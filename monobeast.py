@@ -94,7 +94,6 @@ from core.running.supervise import (
 log = logging.getLogger("monobeast")
 
 TICK_S = 0.2  # The main loop checks signals, failures and clocks at least this often.
-LEARNER_JOIN_S = 30.0  # Limit at the end of a run, plus the time of the longest update.
 
 
 # ---------------------------------------------------------------------------- flags
@@ -181,7 +180,7 @@ class Net(nn.Module):
             model = model_for(observation_space)
         self.distribution = ActionDistribution(action_space)
         self.clip_rewards = clip_rewards
-        self.bfloat16 = bfloat16
+        self.use_bfloat16 = bfloat16
         self.torso = TORSOS[model](observation_space)
         self.action_features = ActionFeatures(action_space)
         core_size = self.torso.num_features + self.action_features.num_features + 1
@@ -222,7 +221,7 @@ class Net(nn.Module):
 
         def features(torso: nn.Module) -> torch.Tensor:
             precision = contextlib.nullcontext()
-            if self.bfloat16:
+            if self.use_bfloat16:
                 precision = torch.autocast(rows["done"].device.type, torch.bfloat16)
             with precision:
                 x = torso(observation).float()  # [T*B, features]
@@ -412,7 +411,7 @@ def as_tensors(row: Nest) -> Nest:
 def act(flags: argparse.Namespace, spaces: Spaces, process: ActorProcess) -> None:
     """Run in an actor process: create network and environments, then fill buffers."""
     net = create_net(flags, spaces)
-    if net.bfloat16 is True:  # Your Net may lack it. Then it is nn.Module's method.
+    if getattr(net, "use_bfloat16", False):  # Your Net may lack it.
         net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
     actor = Actor(
         flags,
@@ -545,7 +544,7 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     finally:
         watchdog.close()
         actors.stop_handing_out()
-        run.join(threads, LEARNER_JOIN_S)
+        run.join(threads)
         actors.close()
     raise_failures(threads)  # A thread may have failed at the last moment.
     run.log(actors.stats())  # The last row, now that the last update is done.

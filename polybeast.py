@@ -105,7 +105,6 @@ from core.running.supervise import (
 from core.running.trace import Trace
 
 TICK_S = 0.2  # The main loop checks signals, failures and clocks at least this often.
-JOIN_S = 30.0  # Limit at the end of a run, plus the time of the longest update.
 MAX_INFERENCE_BATCH = 1024
 # The keys of a row that Net reads.
 NET_INPUTS = ("observation", "reward", "done", "last_action")
@@ -243,7 +242,7 @@ class Net(nn.Module):
             model = model_for(observation_space)
         self.distribution = ActionDistribution(action_space)
         self.clip_rewards = clip_rewards
-        self.bfloat16 = bfloat16
+        self.use_bfloat16 = bfloat16
         self.torso = TORSOS[model](observation_space)
         self.action_features = ActionFeatures(action_space)
         core_size = self.torso.num_features + self.action_features.num_features + 1
@@ -284,7 +283,7 @@ class Net(nn.Module):
 
         def features(torso: nn.Module) -> torch.Tensor:
             precision = contextlib.nullcontext()
-            if self.bfloat16:
+            if self.use_bfloat16:
                 precision = torch.autocast(rows["done"].device.type, torch.bfloat16)
             with precision:
                 x = torso(observation).float()  # [T*B, features]
@@ -378,7 +377,7 @@ class Weights:
 def copy_for_acting(flags: argparse.Namespace, net: Net) -> Net:
     """Return a copy of the network for one inference thread."""
     net = copy.deepcopy(net).to(flags.actor_device)
-    if net.bfloat16 is True:  # Your Net may lack it. Then it is nn.Module's method.
+    if getattr(net, "use_bfloat16", False):  # Your Net may lack it.
         net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
     return net
 
@@ -640,7 +639,7 @@ def train_async(
             actors.stop()
             inference_batcher.close()
             learner_queue.close()
-            run.join(threads, JOIN_S)
+            run.join(threads)
     raise_failures(threads)  # A thread may have failed while it was being stopped.
     run.log(last)  # Has the last update, but not the steps discarded by stopping.
     run.check_ledger(*watch.rows())

@@ -7,6 +7,7 @@ Needs neither torch nor a compiler: the environment servers parse flags too.
 import argparse
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -571,7 +572,9 @@ def check_common(
         except ValueError as error:
             parser.error(str(error))
     elif flags.mode == "train":
-        flags.xpid = time.strftime("torchbeast-%Y%m%d-%H%M%S")
+        # Two runs may start in the same second.
+        unique = secrets.token_hex(2)
+        flags.xpid = time.strftime(f"torchbeast-%Y%m%d-%H%M%S-{unique}")
     check_replay(parser, flags)
     B, T = new_rollouts(flags), flags.unroll_length
     if flags.total_steps < B * T:

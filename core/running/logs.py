@@ -218,21 +218,24 @@ class RunLog:
         files = (*self._files, *self._out_logs, *terminal.files())
         failed = [file for file in files if file.error]
         self._failed_writes += bool(failed)
-        if failed and not self._warned:
+        # A busy disk may be late for one row.
+        is_late = all(isinstance(file.error, TimeoutError) for file in failed)
+        if failed and not self._warned and not (is_late and self._failed_writes == 1):
+            self._warned = True
             log.warning(
                 "Cannot write to %s (%s). Training goes on; rows wait in memory.",
                 failed[0].path,
                 failed[0].error,
             )
-        elif self._warned and not failed:
-            log.info(
-                "Writing to %s works again. Rows that waited: %d, lost so far: %d.",
-                self._run_dir,
-                self._failed_writes,
-                max(file.lost for file in files),
-            )
-            self._failed_writes = 0
-        self._warned = bool(failed)
+        elif not failed:
+            if self._warned:
+                log.info(
+                    "Writing to %s works again. Rows that waited: %d, lost so far: %d.",
+                    self._run_dir,
+                    self._failed_writes,
+                    max(file.lost for file in files),
+                )
+            self._warned, self._failed_writes = False, 0
 
 
 def _cell(column: str, value: Any) -> float | int | None:

@@ -110,6 +110,8 @@ def check_resources(
     line = f"cores: {processes} busy processes or threads on {cores}"
     if processes > 2 * cores:
         line += "; more --envs_per_actor and fewer --num_actors would be faster"
+    elif processes > cores:
+        line += ", which is usual"
     yield line
 
 

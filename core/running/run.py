@@ -66,6 +66,7 @@ NOT_NORMAL = {
 LARGE = 4096  # Numbers; a flat observation of more is probably a picture.
 LOG_S = 10.0  # How long the end of a run waits for a row that is being written.
 SAY_HANGS_S = 30.0  # Interval of warnings that the disk has not taken a row or save.
+JOIN_S = 30.0  # How long the end waits for threads, plus the longest update.
 LOCK_S = 10.0  # How long a checkpoint or the last row waits for an update's last part.
 
 
@@ -174,6 +175,14 @@ class Run:
             self.found = self._others.share(self.found)
         if self.found is not None:
             self._restore(self.found)
+        elif self._has_folder and self.recorded.get("starts"):
+            log.warning(
+                "Run %s was started before, but has no checkpoint: it begins again at "
+                "step 0. A run writes a checkpoint every %g s "
+                "(--checkpoint_interval_s), and when it ends.",
+                self.flags.xpid,
+                self.flags.checkpoint_interval_s,
+            )
         if self._others is not None:
             self._others.share_weights(self.learner.net)
         if ranks.rank() > 0:  # Otherwise all learners would draw the same actions.
@@ -262,16 +271,14 @@ class Run:
             self.learner.stopped = has_signal
         return not has_signal and not self.learner.finished()
 
-    def join(
-        self, threads: Mapping[str, concurrent.futures.Future], limit_s: float
-    ) -> None:
+    def join(self, threads: Mapping[str, concurrent.futures.Future]) -> None:
         """Wait for threads that must stop; after that no update changes anything.
 
-        The limit is that of an update longer. But an update that has already waited for
-        another learner for STOP_S is given up: that learner may never come back, and a
-        scheduler that stops this one gives it only some seconds.
+        The limit is JOIN_S and the time of the longest update. But an update that has
+        already waited for another learner for STOP_S is given up: that learner may
+        never come back, and a scheduler that stops this one gives it only some seconds.
         """
-        limit_s += min(self.learner.longest_update_s, self.flags.stall_timeout_s)
+        longest_s = min(self.learner.longest_update_s, self.flags.stall_timeout_s)
 
         def is_hopeless() -> bool:
             others = self._others
@@ -280,7 +287,7 @@ class Run:
             log.warning("The update waits for another learner: it is given up")
             return True
 
-        self._is_joined = join_threads(threads, limit_s, is_hopeless)
+        self._is_joined = join_threads(threads, JOIN_S + longest_s, is_hopeless)
         self.learner.is_closed = True
 
     def check_ledger(self, received: int, others: Mapping[str, int]) -> None:

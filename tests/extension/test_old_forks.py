@@ -149,7 +149,6 @@ class MovedNet(nn.Module):
         super().__init__()
         self.num_actions = int(action_space.n)
         self.distribution = ActionDistribution(action_space)
-        self.bfloat16 = False
         self.fc = nn.Linear(np.prod(observation_space.shape), 16)
         self.core = nn.LSTM(16 + self.num_actions + 1, 16, 2)
         self.policy = nn.Linear(16, self.num_actions)

@@ -270,7 +270,8 @@ def test_an_update_that_does_not_end_holds_up_neither_checkpoint_nor_end(
         assert began.wait(DEADLINE_S)
         a_run.save()
         assert saved(a_run) == [50]
-        a_run.join({"learner-0": update}, limit_s=0.0)
+        monkeypatch.setattr(run, "JOIN_S", 0.0)
+        a_run.join({"learner-0": update})
         a_run.check_ledger(10**6, {})  # Nobody knows what becomes of that batch.
         before = weights(a_run)
     assert "a thread has not ended" in caplog.text
@@ -280,6 +281,14 @@ def test_an_update_that_does_not_end_holds_up_neither_checkpoint_nor_end(
     for name, x in weights(a_run).items():
         assert torch.equal(x, before[name]), name
     assert learner.counts.rows == {"learned": 50, "stale": 0, "unused": 50}
+
+
+def test_a_run_that_begins_again_without_a_checkpoint_says_so(tmp_path, caplog):
+    for is_second in (False, True):
+        a_run = make_run(tmp_path)
+        assert a_run.resume() is None
+        assert ("it begins again at step 0" in caplog.text) == is_second
+        a_run.record({})
 
 
 def test_a_disk_that_hangs_is_told(tmp_path, gate, background, monkeypatch, caplog):

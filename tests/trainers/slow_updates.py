@@ -34,7 +34,5 @@ def main(argv: list[str]) -> int:
 
     update.compute_gradient = compute_slowly
     if kind == "slow":
-        limit = "JOIN_S" if name == "polybeast" else "LEARNER_JOIN_S"
-        setattr(trainer, limit, LIMIT_S)
-        run.LOCK_S = LIMIT_S
+        run.JOIN_S = run.LOCK_S = LIMIT_S
     return trainer.main(argv)

@@ -123,7 +123,7 @@ def test_both_programs_have_the_same_defaults():
 def test_defaults_that_are_no_constants_are_filled_in(program):
     flags = program.parse_flags([])
     assert flags.num_learner_threads == 2
-    assert re.fullmatch(r"torchbeast-\d{8}-\d{6}", flags.xpid)
+    assert re.fullmatch(r"torchbeast-\d{8}-\d{6}-[0-9a-f]{4}", flags.xpid)
     assert not flags.savedir.startswith("~")
 
 

@@ -729,7 +729,7 @@ def test_a_log_that_hangs_stops_neither_training_nor_checkpoints(start, tmp_path
 
 def stuck_learner_env():
     """Catch in a process whose learner thread hangs once there is a checkpoint."""
-    monobeast.LEARNER_JOIN_S = run.LOCK_S = 0.1
+    run.JOIN_S = run.LOCK_S = 0.1
 
     def hang_with_the_lock(learner, *args):
         if checkpoints(Path(learner.flags.savedir) / learner.flags.xpid):
