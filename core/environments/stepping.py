@@ -7,6 +7,7 @@ environment servers import this module.
 """
 
 import contextlib
+import copy
 import dataclasses
 import math
 import time
@@ -325,7 +326,8 @@ class Environments:
             return
 
         if self._options.seed_every_game and progress.actions is not None:
-            progress.actions.append(action)
+            # A copy: the environment may write into the action.
+            progress.actions.append(map_nest(copy.copy, action))
             if len(progress.actions) > self._max_steps:
                 progress.actions = None
         progress.steps += 1

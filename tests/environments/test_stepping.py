@@ -565,12 +565,21 @@ def test_a_new_environment_with_other_spaces_is_permanent():
 # ----------------------------------------------------------------------- Exact resume
 
 
+class Halving(gym.ActionWrapper):
+    """Writes into the actions that it gets."""
+
+    def action(self, action):
+        action /= 2
+        return action
+
+
 RESUMABLE = {
     "Catch": lambda: make("Catch"),
     "Memory": lambda: make("Memory"),
     "CartPole": lambda: make("CartPole-v1"),
     "time limit": lambda: gym.wrappers.TimeLimit(make("CartPole-v1"), 7),
     "continuous": lambda: make("Pendulum-v1"),
+    "writes into actions": lambda: Halving(make("Pendulum-v1")),
     "MinAtar": lambda: make("MinAtar/Breakout-v1"),
     "lives": counting_env.make_lives,
     "truncating": counting_env.make_truncating,
