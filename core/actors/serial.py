@@ -26,6 +26,7 @@ from core.actors.processes import Actor
 from core.errors import ConfigError
 from core.nests import leaves
 from core.running.checkpoint import Checkpoint
+from core.running.randomness import restore_rng
 from core.running.run import Run
 from core.running.unit import limit_calls
 
@@ -92,6 +93,8 @@ def open_run(
             )
         elif run.found is not None:
             restore_actors(flags, actors, run.found)
+            # Making environments and playing their games again may have drawn numbers.
+            restore_rng(run.found.state["rng"], run.found.tensors["rng"])
             if flags.replay_ratio:
                 log.warning(
                     "--replay_ratio: the replay starts empty, so this run is not equal "

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`core.actors.serial`: which runs may go on with --serial, and how."""
 
+import contextlib
 import json
+import random
 import types
 
 import numpy as np
 import pytest
+import torch
 
 import monobeast
 from core.actors import prepare, serial
+from core.environments.toys import Catch
 from core.errors import ConfigError
+from core.nests import leaves
+from core.running.randomness import rng_state
 from tests.actors.pool import E, T, make_flags
 
 
@@ -73,3 +79,31 @@ def test_actions_of_a_game_without_end_are_not_saved_and_a_new_game_begins(
     resumed.unroll(0)
     rollout = resumed.buffers.rollout(0)
     assert (rollout["episode_step"].T == np.arange(T + 1)).all()
+
+
+class Drawing(Catch):
+    """Draws numbers from the global generators when it is made."""
+
+    def __init__(self):
+        super().__init__()
+        torch.rand(1)
+        np.random.rand()
+        random.random()
+
+
+def test_environments_that_draw_numbers_when_made_do_not_change_a_resumed_run():
+    flags = make_flags(f"{__name__}:Drawing", "--serial", "--num_actors", "1")
+    actor = make_actor(flags)
+    actor.unroll(0)
+    state, tensors = serial.actors_state([actor], 0)
+    rng, rng_tensors = rng_state()
+    state |= {"flags": vars(flags), "rng": rng}
+    found = types.SimpleNamespace(state=state, tensors=tensors | {"rng": rng_tensors})
+    run = types.SimpleNamespace(
+        flags=flags, found=found, open=contextlib.nullcontext, log=lambda stats: None
+    )
+    with serial.open_run(run, lambda *_: make_actor(flags)):
+        now = rng_state()
+    assert now[0] == rng
+    for (name, ours), (_, theirs) in zip(leaves(now[1]), leaves(rng_tensors)):
+        assert torch.equal(ours, theirs), name
