@@ -63,9 +63,6 @@ def open_run(
 
     Yields:
       The actors, and the clocks of `limit_calls`, for `time_update`.
-
-    Raises:
-      ConfigError: a flag differs that would change the resumed run's results.
     """
     flags = run.flags
     is_alone = ranks.size() == 1
@@ -92,7 +89,7 @@ def open_run(
                 "so this run is not equal to one without the interruption."
             )
         elif run.found is not None:
-            restore_actors(flags, actors, run.found)
+            restore_actors(actors, run.found)
             # Making environments and playing their games again may have drawn numbers.
             restore_rng(run.found.state["rng"], run.found.tensors["rng"])
             if flags.replay_ratio:
@@ -125,12 +122,34 @@ def first_incarnation(run: Run) -> int:
     """Return the number that seeds the actors' environments, with the actors' numbers.
 
     A run that goes on exactly keeps its number. Environments that start again get a new
-    one, so that they play other games.
+    one, so that they play other games. Call this before `Run.record`, so that a start
+    that is refused leaves meta.json as it was.
+
+    Raises:
+      ConfigError: a flag differs that must be the same to go on exactly; the message
+        names it.
     """
     found = run.found
     if ranks.size() > 1 or (found is not None and not _goes_on_exactly(found)):
         return run.first_incarnation
-    return 0 if found is None else found.state.get("first_incarnation", 0)
+    if found is None:
+        return 0
+    _check_flags(run.flags, found)
+    return found.state.get("first_incarnation", 0)
+
+
+def _check_flags(flags: argparse.Namespace, found: Checkpoint) -> None:
+    trained = {"serial": False, **found.state["flags"]}  # PolyBeast has no --serial.
+    trained["info_keys"] = tuple(trained["info_keys"])  # JSON has only lists.
+    for key in ("serial", "seed", "num_actors", "envs_per_actor", "info_keys"):
+        if trained.get(key) != getattr(flags, key):
+            raise ConfigError(
+                f"--{key} is {getattr(flags, key)} but run {flags.xpid} was trained "
+                f"with {trained[key]}; --serial resumes only with the same value. "
+                f"Choose another --xpid, or give --seed {trained.get('seed')} "
+                f"--num_actors {trained.get('num_actors')} --envs_per_actor "
+                f"{trained.get('envs_per_actor')} and the other flags as they were."
+            )
 
 
 def actors_state(
@@ -154,29 +173,13 @@ def actors_state(
     return {"actors": states, "first_incarnation": number}, {"actors": tensors}
 
 
-def restore_actors(
-    flags: argparse.Namespace, actors: Sequence[Actor], found: Checkpoint
-) -> None:
+def restore_actors(actors: Sequence[Actor], found: Checkpoint) -> None:
     """Restore the actors' state from a checkpoint, bit by bit.
 
     Environments cannot be saved. Each environment plays its present game again, with
     the same seed and the same actions. If the game is too long for that (MAX_ACTIONS),
     it begins the next game.
-
-    Raises:
-      ConfigError: a flag differs that must be the same; the message names it.
     """
-    trained = {"serial": False, **found.state["flags"]}  # PolyBeast has no --serial.
-    trained["info_keys"] = tuple(trained["info_keys"])  # JSON has only lists.
-    for key in ("serial", "seed", "num_actors", "envs_per_actor", "info_keys"):
-        if trained.get(key) != getattr(flags, key):
-            raise ConfigError(
-                f"--{key} is {getattr(flags, key)} but run {flags.xpid} was trained "
-                f"with {trained[key]}; --serial resumes only with the same value. "
-                f"Choose another --xpid, or give --seed {trained.get('seed')} "
-                f"--num_actors {trained.get('num_actors')} --envs_per_actor "
-                f"{trained.get('envs_per_actor')} and the other flags as they were."
-            )
     saved = found.state["actors"]
     tensors = found.tensors["actors"]
     num_new = 0

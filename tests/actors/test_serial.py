@@ -21,8 +21,9 @@ from tests.actors.pool import E, T, make_flags
 
 def test_a_run_of_polybeast_does_not_go_on_in_lock_step():
     found = types.SimpleNamespace(state={"flags": {"info_keys": [], "num_servers": 2}})
+    run = types.SimpleNamespace(flags=make_flags("Catch", "--serial"), found=found)
     with pytest.raises(ConfigError, match="--serial is True but .* with False"):
-        serial.restore_actors(make_flags("Catch", "--serial"), [], found)
+        serial.first_incarnation(run)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +39,10 @@ def test_a_run_of_polybeast_does_not_go_on_in_lock_step():
 def test_a_run_goes_on_in_lock_step_with_the_same_values_only(key, old):
     flags = make_flags("Catch", "--serial")
     trained = vars(flags) | {"info_keys": list(flags.info_keys)} | {key: old}
-    found = types.SimpleNamespace(state={"flags": trained})
+    found = types.SimpleNamespace(state={"flags": trained, "actors": []})
+    run = types.SimpleNamespace(flags=flags, found=found)
     with pytest.raises(ConfigError, match=f"^--{key} is .* trained with .* as they"):
-        serial.restore_actors(flags, [], found)
+        serial.first_incarnation(run)
 
 
 def make_actor(flags):
@@ -73,7 +75,7 @@ def test_actions_of_a_game_without_end_are_not_saved_and_a_new_game_begins(
     state = json.loads(json.dumps(state | {"flags": vars(flags)}))
     resumed = make_actor(flags)
     found = types.SimpleNamespace(state=state, tensors=tensors)
-    serial.restore_actors(flags, [resumed], found)
+    serial.restore_actors([resumed], found)
     assert f"unfinished games of {E} environments are too long" in caplog.text
     assert resumed.last_row["done"].all()
     resumed.unroll(0)

@@ -542,6 +542,15 @@ def test_a_spoiled_checkpoint_is_named_and_the_one_before_is_used(
     assert differences(trained, _trained) == []
 
 
+def test_a_serial_start_that_is_refused_leaves_the_record_of_the_run(start, trained):
+    meta = trained / "meta.json"
+    before = meta.read_bytes()
+    program = start(*SERIAL, "--env", "Catch", "--seed", 4, "--xpid", "x")
+    assert program.wait() == 78, program.text()
+    assert "--seed is 4 but run x was trained with 3" in program.text()
+    assert meta.read_bytes() == before  # The seed, for a start without --seed.
+
+
 def test_nothing_is_trained_or_overwritten_when_every_checkpoint_is_spoiled(
     start, trained
 ):
