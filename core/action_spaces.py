@@ -27,7 +27,13 @@ import numpy as np
 
 from core.errors import ConfigError
 from core.nests import Nest, leaves
-from core.rollout import leaf_spaces, text_of, wrong_bounds
+from core.rollout import (
+    UnlearnableSpace,
+    leaf_spaces,
+    spec_of,
+    text_of,
+    wrong_bounds,
+)
 
 ACTION_MASK = "action_mask"  # Key of a Dict observation.
 MAX_CATEGORIES = 2**24  # A `sample` is float32, which has all integers up to here.
@@ -39,14 +45,13 @@ def check_spaces(observation_space: gym.Space, action_space: gym.Space) -> None:
     Raises:
       ConfigError: the message names the part of the space, and what to do.
     """
+    for name, space in ("observation", observation_space), ("action", action_space):
+        try:
+            spec_of(space, name)
+        except UnlearnableSpace as error:
+            raise ConfigError(str(error)) from error
     check_actions(action_space)
     check_mask(observation_space, action_space)
-    rest, _ = split_mask(observation_space)
-    if not list(leaves(leaf_spaces(rest))):
-        raise ConfigError(
-            f"the observation space is {observation_space}, which has no parts: there "
-            "is nothing to observe. Wrap the environment so that it shows something."
-        )
 
 
 def check_actions(space: gym.Space) -> None:
@@ -55,13 +60,7 @@ def check_actions(space: gym.Space) -> None:
     Raises:
       ConfigError: the message names the part of the space, and what to do.
     """
-    parts = list(leaves(leaf_spaces(space), "action"))
-    if not parts:
-        raise ConfigError(
-            f"the action space is {space}, which has no parts: nothing is left to "
-            "choose. Wrap the environment so that it takes actions."
-        )
-    for name, part in parts:
+    for name, part in leaves(leaf_spaces(space), "action"):
         if isinstance(part, gym.spaces.Box):
             _check_box(name, part)
         if max(category_sizes(part), default=0) > MAX_CATEGORIES:

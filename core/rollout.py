@@ -104,11 +104,13 @@ def spec_of(space: gym.Space, name: str = "space") -> Nest:
 def leaf_spaces(space: gym.Space) -> Nest:
     """Return the nest whose leaves are the spaces of the leaves of a sample.
 
+    A Dict or Tuple without parts is a leaf, so that `spec_of` refuses it by name.
+
     Raises:
       UnlearnableSpace: the key of a Dict is not a string.
     """
     match space:
-        case gym.spaces.Dict():
+        case gym.spaces.Dict() if space.spaces:
             for key in space.spaces:
                 if not isinstance(key, str):
                     raise UnlearnableSpace(
@@ -116,7 +118,7 @@ def leaf_spaces(space: gym.Space) -> Nest:
                         "environment so that all keys are strings."
                     )
             return {key: leaf_spaces(sub) for key, sub in space.spaces.items()}
-        case gym.spaces.Tuple():
+        case gym.spaces.Tuple() if space.spaces:
             return tuple(leaf_spaces(sub) for sub in space.spaces)
     return space
 
@@ -168,6 +170,8 @@ def _leaf_spec(space: gym.Space) -> ArraySpec:
 def _problem(space: gym.Space) -> str | None:
     """Say why a leaf's space cannot be learned from, or None if it can."""
     match space:
+        case gym.spaces.Dict() | gym.spaces.Tuple():
+            return f"is {space}, which has no parts"
         case (
             gym.spaces.Box() | gym.spaces.MultiBinary() | gym.spaces.MultiDiscrete()
         ) if 0 in space.shape:
@@ -236,8 +240,7 @@ def flat_ranges(space: gym.Space) -> np.ndarray:
     scale 1 leave all other values as they are: floats, bools, other spaces, and
     integers whose range is 2**30 or more (usually the bounds of the dtype).
     """
-    # An empty Dict or Tuple has no elements.
-    parts: list[np.ndarray] = [np.empty((2, 0), np.int64)]
+    parts: list[np.ndarray] = []
     match space:
         case gym.spaces.Dict():
             parts += map(flat_ranges, space.spaces.values())

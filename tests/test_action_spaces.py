@@ -63,9 +63,15 @@ def test_a_mask_is_split_off_and_what_is_left_is_seen_alone():
     assert split_mask(picture) == (picture, None)
 
 
-def test_an_observation_without_parts_is_refused():
-    with pytest.raises(ConfigError, match="no parts: there is nothing to observe"):
-        check_spaces(spaces.Dict(), spaces.Discrete(3))
+@pytest.mark.parametrize(
+    "empty", [spaces.Dict(), spaces.Dict(a=spaces.Tuple([]), b=spaces.Discrete(2))]
+)
+def test_spaces_without_parts_are_refused(empty):
+    fine = spaces.Discrete(3)
+    with pytest.raises(ConfigError, match="^'observation.*' is .*, which has no parts"):
+        check_spaces(empty, fine)
+    with pytest.raises(ConfigError, match="^'action.*' is .*, which has no parts"):
+        check_spaces(fine, empty)
 
 
 @pytest.mark.parametrize(

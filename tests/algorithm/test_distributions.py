@@ -251,7 +251,6 @@ def test_parameters_that_are_not_finite_are_refused(name, number):
     [
         (spaces.Box(0, 9, (2,), np.int64), "int64.*MultiDiscrete"),
         (spaces.Dict({"a": spaces.Box(0, 1, (1,), bool)}), "action/a.*bool"),
-        (spaces.Dict({}), "nothing is left to choose"),
     ],
 )
 def test_a_space_without_a_distribution_is_refused_by_name(space, words):

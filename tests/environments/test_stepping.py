@@ -358,13 +358,21 @@ def test_an_exception_in_reset_names_env_and_seed():
         step_until_error(Scripted(reset=OSError("no")))
 
 
-def test_actions_without_values_are_refused():
+@pytest.mark.parametrize(
+    "space, said",
+    [
+        (gym.spaces.Box(-1, 1, (0,)), "'action' is .* which holds no values"),
+        (gym.spaces.Dict(), r"'action' is Dict\(\), which has no parts"),
+    ],
+    ids=str,
+)
+def test_actions_without_values_are_refused(space, said):
     class Env(CountingEnv):
         def __init__(self):
             super().__init__()
-            self.action_space = gym.spaces.Box(-1, 1, (0,))
+            self.action_space = space
 
-    with pytest.raises(ValueError, match="'action' is .* which holds no values"):
+    with pytest.raises(ValueError, match=said):
         Environments(Env, 1, seed=SEED)
 
 

@@ -34,7 +34,7 @@ from core.remote.messages import (
     Welcome,
     WireError,
 )
-from core.rollout import DTYPES, spec_of
+from core.rollout import DTYPES, leaf_spaces
 
 pytest.importorskip("grpc_tools", reason="pip install grpcio-tools")
 import grpc  # noqa: E402
@@ -199,7 +199,7 @@ def test_spaces_keep_their_order_dtype_and_bounds(space):
     welcome = dataclasses.replace(WELCOME, observation=space)
     got = decode(Welcome, encode(welcome)).observation
     assert got == space
-    assert repr(spec_of(got)) == repr(spec_of(space))
+    assert repr(leaf_spaces(got)) == repr(leaf_spaces(space))
 
 
 def test_bounds_that_differ_and_infinite_ones_arrive():
