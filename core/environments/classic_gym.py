@@ -124,8 +124,8 @@ def convert_space(space: Any) -> gym.Space:
         case "Text":
             return gym.spaces.Text(int(space.max_length))
         case "Dict":
-            items = space.spaces.items()
-            return gym.spaces.Dict({key: convert_space(sub) for key, sub in items})
+            items = [(key, convert_space(sub)) for key, sub in space.spaces.items()]
+            return gym.spaces.Dict(items)  # Sorts the keys of a dict, not of a list.
         case "Tuple":
             return gym.spaces.Tuple([convert_space(sub) for sub in space.spaces])
     raise MakeError(

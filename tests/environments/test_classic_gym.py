@@ -187,14 +187,15 @@ def test_spaces_of_classic_gym_become_those_of_gymnasium():
         return type(type(space).__name__, (), vars(copied))()
 
     space = gym.spaces.Dict(
-        a=gym.spaces.Box(-1, 2, (2, 3), np.float32),
+        c=gym.spaces.Box(-1, 2, (2, 3), np.float32),
         b=gym.spaces.Tuple(
             [gym.spaces.Discrete(5, start=-2), gym.spaces.MultiBinary(7)]
         ),
-        c=gym.spaces.MultiDiscrete([3, 5]),
+        a=gym.spaces.MultiDiscrete([3, 5]),
     )
     converted = convert_space(old(space))
     assert converted == space
+    assert list(converted) == list("cba")  # The order of an action mask's entries.
     assert convert_space(space) is space
 
 
