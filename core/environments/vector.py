@@ -70,7 +70,8 @@ class _VectorEnvironments(Environments):
     def step(self, actions: Nest, rows: Nest) -> None:
         if self._progress:
             cut = np.array([progress.cut for progress in self._progress], bool)
-            self._call(self._steps.step_all, actions, cut)
+            # Copies: the vector environment may write into its actions.
+            self._call(self._steps.step_all, map_nest(np.copy, actions), cut)
         super().step(actions, rows)
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:

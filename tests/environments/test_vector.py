@@ -228,6 +228,20 @@ def test_a_vector_env_of_ones_own_that_resets_in_the_same_step():
     assert np.isnan(rows["info"]["absent"]).all()
 
 
+def test_a_vector_env_may_write_into_its_actions():
+    class Writing(Numpy):
+        def step(self, actions):
+            result = super().step(actions)
+            actions -= 5
+            return result
+
+    ours, expected = (
+        play(from_vector_env(vector(SAME_STEP), seed=SEED), num_steps=7)
+        for vector in (Writing, Numpy)
+    )
+    assert_same_rows(ours, expected)
+
+
 def test_a_vector_env_of_ones_own_that_never_resets_by_itself():
     rows = play(
         from_vector_env(Numpy(DISABLED, truncates=True), seed=SEED), num_steps=7
