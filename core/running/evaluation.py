@@ -228,6 +228,8 @@ def test_run(
             f"{run_dir} holds no checkpoint yet. Train until the first checkpoint is "
             "written (--checkpoint_interval_s), without --disable_checkpoint."
         )
+    for line in found.rejected:
+        print(f"Checkpoint not used: {line}")
     render_mode = None
     if flags.mode == "test_render":
         render_mode = "human"

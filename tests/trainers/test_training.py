@@ -949,6 +949,14 @@ def test_test_mode_writes_videos(start, trained):
     assert event.step == load(trained).step
 
 
+def test_test_mode_names_a_checkpoint_that_it_cannot_use(start, trained):
+    *_, newest = checkpoints(trained)
+    spoil(newest)
+    program = start("--mode", "test", "--xpid", "x", "--num_episodes", 1)
+    assert program.wait() == 0, program.text()
+    assert f"Checkpoint not used: {newest}: has another sha256" in program.text()
+
+
 def test_test_mode_without_a_checkpoint_says_so(start, trained):
     shutil.rmtree(trained / "checkpoints")
     program = start("--mode", "test", "--xpid", "x")
