@@ -276,8 +276,9 @@ class Environments:
             if difference is not None:
                 raise RuntimeError(
                     f"environment {self._where(k)} is not deterministic given seed and "
-                    f"actions: after a replay of its game, {difference} differs. Such "
-                    "an environment cannot resume exactly: leave --serial out."
+                    "actions, or has other options than before: after a replay of its "
+                    f"game, {difference} differs. So it cannot resume exactly: give it "
+                    "the options that it had, or leave --serial out."
                 )
         return num_new
 

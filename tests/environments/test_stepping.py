@@ -691,7 +691,8 @@ def test_restore_notices_a_game_that_now_ends_earlier():
         env._board = lambda: rows["observation"][0].copy()
         return env
 
-    with pytest.raises(RuntimeError, match="after a replay of its game, game differs"):
+    said = "other options than before: after a replay of its game, game differs"
+    with pytest.raises(RuntimeError, match=said):
         Environments(shorter, 1, **options).restore(envs.state(), rows)
 
 
