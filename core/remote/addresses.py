@@ -69,6 +69,8 @@ def server_addresses(address: str, num_servers: int) -> list[str]:
         raise ConfigError(
             f"--server_address is {address!r}; expected host:port, :port or unix:/path"
         )
+    if expected := find_wrong_host(host):
+        raise ConfigError(f"--server_address: expected {expected}, got {address!r}")
     first = int(port)
     last = first + num_servers - 1 if first else 0
     if last > 65535:
@@ -78,6 +80,19 @@ def server_addresses(address: str, num_servers: int) -> list[str]:
         )
     ports = range(first, last + 1) if first else [0] * num_servers
     return [f"{host or '127.0.0.1'}:{p}" for p in ports]
+
+
+def find_wrong_host(host: str) -> str | None:
+    """Return what to write in place of the host of HOST:PORT, or None if it is fine."""
+    if ":" in host and not re.fullmatch(r"\[[^][]+\]", host):
+        # gRPC would take the port for a part of the IP address.
+        return "an IPv6 address in brackets, such as [::1]:4431"
+    try:
+        host.encode("idna")  # Raises UnicodeError, as socket.getaddrinfo does.
+        is_name = host.isprintable() and "#" not in host
+    except UnicodeError:
+        is_name = False
+    return None if is_name else "the name of a host and a port"
 
 
 def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from core.flag_types import divisor, int_at_least, number
 from core.remote import tls
+from core.remote.addresses import find_wrong_host
 from core.rollout import new_rollouts
 from core.running.common_flags import environment_flags, has_remote_servers
 from core.running.machine import num_cores
@@ -106,16 +107,8 @@ def _check_address(address: str) -> None:
                 f"{address!r:.200}: choose a shorter folder, such as one in /tmp"
             )
         return
-    host = address.rpartition(":")[0]
-    try:
-        host.encode("idna")  # Raises UnicodeError, as socket.getaddrinfo does.
-        is_name = host.isprintable() and "#" not in host
-    except UnicodeError:
-        is_name = False
-    if not is_name:
-        raise argparse.ArgumentTypeError(
-            f"expected the name of a host and a port, got {address!r:.200}"
-        )
+    if expected := find_wrong_host(address.rpartition(":")[0]):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {address!r:.200}")
 
 
 def unquoted_address(text: str) -> str:
@@ -143,6 +136,8 @@ def tcp_address(text: str) -> str:
     match = re.fullmatch(r"(.*):(\d+)", text)
     if match is None or text.startswith(("unix:", *LISTS)) or int(match[2]) > 65535:
         raise argparse.ArgumentTypeError(f"expected host:port, got {text!r}")
+    if expected := find_wrong_host(match[1]):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r:.200}")
     return f"{match[1] or '127.0.0.1'}:{match[2]}"
 
 

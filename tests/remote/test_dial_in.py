@@ -784,6 +784,8 @@ def test_right_hellos_say_what_they_are():
         ("polybeast", "--listen 0.0.0.0:1", "--listen has 0.0.0.0:1, which is not on"),
         ("polybeast", "--listen 4431", "expected host:port, got '4431'"),
         ("polybeast", "--listen unix:/x", "expected host:port, got 'unix:/x'"),
+        ("polybeast", f"--listen {'x' * 64}:1", "expected the name of a host and a"),
+        ("polybeast", "--listen ::1:4431", "in brackets, such as [::1]:4431, got"),
         (
             "polybeast",
             "--listen :1 --num_servers 2",

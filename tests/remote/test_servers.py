@@ -731,6 +731,15 @@ def test_an_address_that_is_none_is_refused(address):
         server_addresses(address, 1)
 
 
+@pytest.mark.parametrize(
+    "host, said",
+    [("x" * 64, "the name of a host"), ("::1", "an IPv6 address in brackets")],
+)
+def test_a_host_that_is_none_is_refused(host, said):
+    with pytest.raises(ConfigError, match=f"--server_address: expected {said}"):
+        server_addresses(f"{host}:4431", 1)
+
+
 def test_ports_end():
     server_addresses(":65535", 1)
     with pytest.raises(ConfigError, match="needs ports up to 65536"):

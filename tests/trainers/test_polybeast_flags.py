@@ -272,6 +272,8 @@ def test_addresses_are_a_comma_list_with_ranges(text, expected):
         (":4431", "expected host:port"),
         ("host:", "expected host:port"),
         ("host:http", "expected host:port"),
+        ("fd00::7:4431", "expected an IPv6 address in brackets"),
+        ("[fd00::7:4431", "expected an IPv6 address in brackets"),
         ("unix:relative", "expected host:port"),
         ("host:4433-4431", "from low to high"),
         ("unix:/a.3-1", "from low to high"),
