@@ -36,7 +36,7 @@ def rank() -> int:
 
 def size() -> int:
     """Return the number of learners. torchrun sets both variables."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def local_rank() -> int:

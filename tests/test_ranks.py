@@ -29,8 +29,10 @@ def parse(module, *argv):
 
 def test_without_torchrun_there_is_one_learner(monkeypatch):
     assert (ranks.rank(), ranks.size(), ranks.first_incarnation()) == (0, 1, 0)
-    monkeypatch.setenv("WORLD_SIZE", "4")  # Some schedulers set this alone.
-    assert ranks.size() == 1
+    for name in ("WORLD_SIZE", "RANK"):  # Some schedulers set one of them alone.
+        monkeypatch.setenv(name, "4")
+        assert (ranks.rank(), ranks.size()) == (0, 1)
+        monkeypatch.delenv(name)
 
 
 def test_each_learner_takes_its_share(learner):
