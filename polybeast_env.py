@@ -175,11 +175,14 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if flags.learner_address is not None:
         server_flags.check_learner_address(parser, flags)
     flags.server_address = flags.server_address or SERVER_ADDRESS
-    server_flags.check_tls_flags(
-        parser,
-        flags,
-        flags.learner_address or [flags.pipes_basename or flags.server_address],
-    )
+    address = flags.pipes_basename or flags.server_address
+    if flags.remove_folder and flags.learner_address is None:
+        if not (address.startswith("unix:") and "/" in address):
+            parser.error(
+                "--remove_folder is for unix sockets with a folder of their own, but "
+                f"the servers listen at {address}. Leave it out."
+            )
+    server_flags.check_tls_flags(parser, flags, flags.learner_address or [address])
     if flags.envs_per_stream is None:
         flags.envs_per_stream = server_flags.ENVS_PER_STREAM
     if flags.streams_per_server is None:
