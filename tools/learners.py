@@ -7,7 +7,8 @@ Takes torchrun's flags. torchrun itself ends with 1 and a traceback, however its
 learners have ended. This ends with 75 after a signal to stop, if all learners of this
 machine did: the same command goes on from the checkpoint. Otherwise it ends with the
 status of the first learner that ended, or after a signal of the first that failed (70
-if torchrun killed it, because it had not written its checkpoint in time).
+if torchrun killed it, because it had not written its checkpoint in time). A signal
+before torchrun has started learners also ends this with 75.
 If learner 0's host does not resolve, or its port is in use, it says so in one line and
 ends with 78. After the signal the learners have SAVE_S for their checkpoint, or what
 the environment variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT says. (Older versions of torch
@@ -16,19 +17,15 @@ always allow 30 s.)
 
 import argparse
 import os
+import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
-from torch.distributed import DistNetworkError, run
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
 from core import ranks
-from core.algorithm.learners import check_host
 from core.errors import ConfigError, Exit
 
 SAVE_S = 110  # The files in slurm/ and kubernetes/ allow 120 s.
@@ -44,6 +41,15 @@ def run_learners(statuses: Path) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_S))
     # As the trainers do. If it is not set, torchrun does this too, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Here, since the import takes seconds: signals are handled before.
+    from torch.distributed import DistNetworkError, run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    from core.algorithm.learners import check_host
+
     args = run.parse_args(sys.argv[1:])
     try:
         if args.rdzv_endpoint and not args.standalone:
@@ -91,5 +97,30 @@ def describe_taken_port(args: argparse.Namespace) -> str:
     )
 
 
+def stop_without_learners() -> None:
+    """Let SIGTERM and Ctrl-C end this program with 75 until torchrun handles them.
+
+    The default action would end it with 143, or do nothing in the first process of a
+    container. A thread ends it, since the main thread may wait in C++ for other nodes.
+    """
+
+    def handle(signum: int, frame: object) -> None:
+        pass
+
+    def wait_for_signal() -> None:
+        while signal.getsignal(os.read(signals, 1)[0]) is not handle:
+            pass
+        shutil.rmtree(os.environ.get(ranks.STATUS_DIR, ""), ignore_errors=True)
+        os._exit(Exit.STOPPED)
+
+    signals, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    threading.Thread(target=wait_for_signal, name="signals", daemon=True).start()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, handle)
+
+
 if __name__ == "__main__":
+    stop_without_learners()
     sys.exit(main())

@@ -7,10 +7,13 @@ resolve, and shows a traceback for a port in use.
 
 import argparse
 import faulthandler
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch.distributed import run
@@ -22,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 
 import core.algorithm.learners
 from core.running import program
-from tests.conftest import ROOT
+from tests.conftest import ROOT, free_ports
 from tools import learners
 
 
@@ -95,6 +98,35 @@ def test_after_a_signal_a_learner_that_failed_is_told(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["learners", "-m", "polybeast"])
     assert learners.main() == 74
     assert "Learner 1 ended with 74" in capsys.readouterr().err
+
+
+def has_handler(pid: int, signum: int) -> bool:
+    """Return whether a process handles a signal. Linux only."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[1]
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("moment", ["imports", "rendezvous"])
+def test_a_signal_before_there_are_learners_is_a_stop(start_program, tmp_path, moment):
+    port = free_ports(1)
+    command = f"-m tools.learners --nnodes 2 --master_port {port} -m polybeast"
+    program = start_program(
+        *(sys.executable, *command.split()),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+
+    def waits_for_the_other_node() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    program.wait_for(lambda: has_handler(program.pid, signal.SIGTERM))
+    if moment == "rendezvous":
+        program.wait_for(waits_for_the_other_node)
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 75, program.text()
+    assert list(tmp_path.glob("tmp*")) == []
 
 
 # It does not stop in time after a signal, so torchrun kills it.
