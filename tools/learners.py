@@ -69,9 +69,13 @@ def run_learners(statuses: Path) -> int:
         return Exit.CONFIG
     except SignalException:  # torchrun has handed it on, and waited for the learners.
         for path in sorted(statuses.iterdir(), key=lambda path: int(path.name)):
-            if (status := int(path.read_text())) not in (Exit.DONE, Exit.STOPPED):
+            text = path.read_text()
+            status = int(text or Exit.INTERNAL)
+            if status not in (Exit.DONE, Exit.STOPPED):
                 how = f"ended with {status}"
-                if status == Exit.INTERNAL:
+                if not text:
+                    how = f"could not write its status: is the disk of {path} full?"
+                elif status == Exit.INTERNAL:
                     how += ", or was killed before it had ended"
                 print(f"Learner {path.name} {how}", file=sys.stderr)
                 return status

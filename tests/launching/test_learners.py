@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 import core.algorithm.learners
+from core import ranks
 from core.running import program
 from tests.conftest import ROOT, free_ports
 from tools import learners
@@ -136,6 +137,21 @@ from core import ranks
 ranks.record_status(70)  # As Run.open does.
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_a_learner_that_could_not_write_its_status_counts_as_failed(
+    monkeypatch, capsys
+):
+    def torchrun(argv):
+        statuses = Path(os.environ[ranks.STATUS_DIR])
+        (statuses / "0").touch()  # As on a full disk.
+        (statuses / "1").write_text("75")
+        raise SignalException("", signal.SIGTERM)
+
+    monkeypatch.setattr(run, "main", torchrun)
+    monkeypatch.setattr("sys.argv", ["learners", "-m", "polybeast"])
+    assert learners.main() == 70
+    assert "Learner 0 could not write its status" in capsys.readouterr().err
 
 
 def test_after_a_signal_a_learner_that_was_killed_is_told(monkeypatch, capsys):
