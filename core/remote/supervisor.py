@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import ConfigError, Exit
-from core.remote.addresses import STREAMS_SUFFIX, make_private
+from core.remote.addresses import STREAMS_SUFFIX, claim_address, make_private
 from core.running import terminal
 from core.running.machine import be_killed_first_for_memory, lower_priority, num_cores
 from core.running.signals import STOP_SIGNALS, Pauses, StopSignal, kill_if_hung
@@ -277,16 +277,22 @@ class Servers:
         if self._output is not None:
             self._output.close()
         for slot in self.slots:
-            # A killed server may have created its socket before it could report this.
-            is_ours = slot.has_listened or self._flags.remove_folder
-            if slot.address.startswith("unix:") and is_ours:
-                path = slot.address.removeprefix("unix:")
-                for file in path, path + STREAMS_SUFFIX:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(file)
+            if slot.address.startswith("unix:"):
+                self._remove_sockets(slot)
         if self._flags.remove_folder:
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.dirname(self.slots[0].address.removeprefix("unix:")))
+
+    def _remove_sockets(self, slot: ServerSlot) -> None:
+        is_ours = slot.has_listened or self._flags.remove_folder
+        # A server may be killed between the creation of its sockets and its report. So
+        # sockets that nobody uses are removed too, but not those of another program.
+        claim = contextlib.nullcontext() if is_ours else claim_address(slot.address)
+        path = slot.address.removeprefix("unix:")
+        with contextlib.suppress(ConfigError, OSError), claim:
+            for file in path, path + STREAMS_SUFFIX:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file)
 
 
 def serve_one(

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -19,6 +20,7 @@ import polybeast
 import polybeast_env
 from core.errors import ConfigError, Exit
 from core.remote import child, local_servers, supervisor
+from core.remote.addresses import STREAMS_SUFFIX
 from core.running import supervise
 from core.running.signals import StopSignal
 from core.running.unit import Unit
@@ -73,6 +75,28 @@ def test_sockets_of_servers_that_could_not_say_they_listen_are_removed(folder):
         ):
             pass
         assert sockets.exists() == left
+
+
+def create_server_that_is_killed(flags, address, progress):
+    """Listen, and be killed before the server can say so."""
+    sockets = []
+    for suffix in ("", STREAMS_SUFFIX):
+        sockets.append(socket.socket(socket.AF_UNIX))
+        sockets[-1].bind(address.removeprefix("unix:") + suffix)
+        sockets[-1].listen()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sockets_of_a_server_that_was_killed_at_its_start_are_removed(folder):
+    address = f"unix:{folder}/s"
+    flags = polybeast_env.parse_flags(["--env", "Catch", "--server_address", address])
+    with supervisor.Servers(
+        flags, create_server_that_is_killed, [address], StopSignal()
+    ) as servers:
+        (slot,) = servers.slots
+        wait_until(lambda: servers.poll(0.1) or slot.budget.quick_deaths)
+        assert len(os.listdir(folder)) == 2
+    assert os.listdir(folder) == []
 
 
 @pytest.mark.parametrize(
