@@ -120,7 +120,9 @@ class DialsOut:
         self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
         basename = f"{self._folder}/env"
         command = ["core.remote.dialer", "--learner_address", *flags.learner_address]
-        command += ["--machine", secrets.token_hex(16), "--basename", basename]
+        # A name for each address: two addresses may lead to the same learner.
+        machines = [secrets.token_hex(16) for _ in flags.learner_address]
+        command += ["--machines", *machines, "--basename", basename]
         command += ["--num_servers", str(flags.num_servers)]
         command += ["--keepalive_s", str(flags.keepalive_s)]
         where: dict[str, Any] = {

@@ -51,7 +51,7 @@ class Link:
     Args:
       learner: host:port.
       sockets: paths of the unix sockets of the servers for this learner.
-      machine: 32 hexadecimal digits, the name of this machine for acceptors.
+      machine: 32 hexadecimal digits, the name of this machine for the learner.
       context: for TLS; None: without TLS.
     """
 
@@ -184,7 +184,7 @@ async def dial(flags: argparse.Namespace) -> None:
     sockets = [f"{flags.basename}.{i}" for i in range(flags.num_servers)]
     n = len(flags.learner_address)
     links = [
-        Link(learner, sockets[i::n], flags.machine, context, flags.keepalive_s)
+        Link(learner, sockets[i::n], flags.machines[i], context, flags.keepalive_s)
         for i, learner in enumerate(flags.learner_address)
     ]
     tasks = [asyncio.ensure_future(link.stay()) for link in links]
@@ -201,7 +201,7 @@ async def dial(flags: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m core.remote.dialer")
     parser.add_argument("--learner_address", nargs="+", required=True)
-    parser.add_argument("--machine", required=True)
+    parser.add_argument("--machines", nargs="+", required=True, help="for each learner")
     parser.add_argument("--basename", required=True, help="of the servers' sockets")
     parser.add_argument("--num_servers", type=int, required=True)
     parser.add_argument("--tls_dir")

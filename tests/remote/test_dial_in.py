@@ -912,6 +912,17 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
     assert not folder.exists()
 
 
+def test_a_learner_that_has_two_addresses_gets_all_servers(learner):
+    dialed_in = learner()
+    addresses = [dialed_in.address, dialed_in.address.replace("127.0.0.1", "localhost")]
+    flags = argparse.Namespace(
+        learner_address=addresses, num_servers=3, tls_dir=None, keepalive_s=5
+    )
+    with dial_in.DialsOut(flags) as machine:
+        machine.start()
+        wait_until(lambda: len(dialed_in.addresses()) == 3)
+
+
 def test_a_folder_with_no_room_for_the_names_of_sockets_is_named(tmp_path):
     folder = tmp_path / ("x" * 90)
     folder.mkdir(mode=0o700)
