@@ -186,6 +186,12 @@ def read_sweep(path: Path) -> Sweep:
     for name in names:
         if names.count(name) > 1 or name.strip(".") in ("", "latest"):
             raise SweepError(f"grid: {name!r} cannot be the name of one run")
+        limit = common_flags.MAX_NAME_NBYTES
+        if (nbytes := len(name.encode())) > limit:
+            raise SweepError(
+                f"grid: {name!r:.80} is the name of a run; expected at most {limit} "
+                f"bytes, got {nbytes}. Use fewer or shorter values."
+            )
     return Sweep(savedir, cores, gpus, runs)
 
 

@@ -123,6 +123,10 @@ def test_every_combination_is_a_run_and_its_seed_ends_the_name(toml):
         (FAKE + "[grid]\nseed = [1, 1]", "'1' cannot be the name of one run"),
         (FAKE + "[grid]\nenv = ['a/b', 'a-b']", "'a-b' cannot be the name"),
         (FAKE + "[grid]\nenv = ['..']", "'..' cannot be the name"),
+        (
+            FAKE + f"[grid]\nenv = ['{'x' * 201}']",
+            "expected at most 200 bytes, got 201",
+        ),
         (FAKE + "[flags]\nseed = 1\n[grid]\nseed = [1]", "seed: given twice"),
         (FAKE + "[flags]\nxpid = 'a'\n[grid]\nseed = [1]", "xpid: the sweep sets"),
         (FAKE + "[flags.polybeast]\n[grid]\nseed = [1]", "no run has the program"),
