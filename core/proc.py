@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,17 @@ def state(pid: int) -> str:
         return "X" if os.path.exists("/proc/self/stat") else "?"
     except OSError:
         return "?"
+
+
+def place() -> str:
+    """Return the host and the namespace of process ids in which this process runs.
+
+    Containers may share the host's name, but not the ids of their processes.
+    """
+    namespace = ""
+    with contextlib.suppress(OSError):  # Not on Linux.
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace}"
 
 
 def continue_if_stopped(name: str, pid: int) -> None:

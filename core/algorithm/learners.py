@@ -99,12 +99,11 @@ class Learners:
         self._store = store
         self._limit_s = limit_s
         self._last_report = 0.0
-        host = socket.gethostname()
         gpu = 0
         if num_gpus := torch.cuda.device_count():
             gpu = ranks.local_rank() % num_gpus
             torch.cuda.set_device(gpu)  # From now on "cuda" means this GPU.
-        store.set(f"process/{self.rank}", f"{os.getpid()} {host}")
+        store.set(f"process/{self.rank}", f"{os.getpid()} {proc.place()}")
         self._wait_for_all()
         limit = datetime.timedelta(days=365)
         if limit_s is not None:
@@ -118,7 +117,7 @@ class Learners:
             timeout=limit,
         )
         # Learners that share a GPU sum on the CPU: NCCL needs one GPU for each.
-        gpus = {*self.collect((host, gpu))}
+        gpus = {*self.collect((socket.gethostname(), gpu))}
         self._on_gpu = has_nccl and len(gpus) == self.size
 
     # -------------------------------------------------------------- during an update
@@ -383,8 +382,8 @@ class Learners:
                 f"{name} has ended: {text or f'exit status {status}'}",
                 Exit.USAGE if int(status) == Exit.USAGE else Exit.INTERNAL,
             )
-        pid, _, host = (self._read(f"process/{rank}") or "").partition(" ")
-        if host == socket.gethostname() and proc.state(int(pid)) in "ZX":
+        pid, _, place = (self._read(f"process/{rank}") or "").partition(" ")
+        if place == proc.place() and proc.state(int(pid)) in "ZX":
             return LearnerLost(f"{name} (process {pid}) was killed")
         return None
 
@@ -437,8 +436,8 @@ class Learners:
         Learner 0 then writes a checkpoint. torchrun would kill them after 30 s.
         """
         for rank in range(self.size):
-            pid, _, host = (self._read(f"process/{rank}") or "").partition(" ")
-            if host == socket.gethostname():
+            pid, _, place = (self._read(f"process/{rank}") or "").partition(" ")
+            if place == proc.place():
                 proc.continue_if_stopped(f"learner {rank}", int(pid))
 
 

@@ -5,6 +5,8 @@ import concurrent.futures
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import gymnasium as gym
@@ -14,6 +16,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 import monobeast
+from core import proc
 from core.algorithm import agreement, learners, update
 from core.algorithm.learners import LearnerLost
 from core.errors import ConfigError, Exit, UsageError
@@ -284,6 +287,38 @@ def test_a_learner_that_is_frozen_is_named_after_a_limit(together, envs_of, vict
     )
 
 
+IN_CONTAINERS = """
+import sys
+from types import SimpleNamespace
+from core.algorithm import learners
+found = learners._connect(SimpleNamespace(stall_timeout_s=5.0, on_stall="stop"))
+if found.rank == 1:
+    sys.stdin.read()  # It hangs.
+try:
+    found.collect(0)
+except learners.LearnerLost as error:
+    print(error)
+"""
+
+
+def test_a_learner_in_another_container_is_not_taken_for_a_killed_one(start_program):
+    """The containers share the host's name, but not the numbers of processes."""
+    shell = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    shell += ["--mount-proc"]
+    if subprocess.run([*shell, "true"], capture_output=True).returncode:
+        pytest.skip("needs namespaces of process ids")
+    programs = [
+        start_program(
+            *(*before, sys.executable, "-c", IN_CONTAINERS),
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+        )
+        for before, env in zip((shell, ()), environments(2))
+    ]
+    assert programs[0].wait() == 0, programs[0].text()
+    assert "learner 1 of 2 did not answer within 5 s" in programs[0].text()
+
+
 def agree_to_stop(flags, rank, size, folder):
     others = learners.current()
     has_signal = rank == int(os.environ["VICTIM"])
@@ -426,7 +461,7 @@ def test_without_torchrun_learner_0_names_who_does_not_come(monkeypatch):
         port = int(env["MASTER_PORT"])
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         store = PrefixStore("start/0", store)
-        store.set("process/1", f"{os.getpid()} {socket.gethostname()}")
+        store.set("process/1", f"{os.getpid()} {proc.place()}")
         opened.set()
         assert closing.wait(DEADLINE_S)
         return store.get("end/0").decode()
