@@ -20,7 +20,10 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path):
 
 
 def test_a_log_is_read_without_torch():
-    """Servers of benchmarks.churn import what it does, and must start fast."""
-    code = "import sys, tools.runs; assert 'torch' not in sys.modules"
+    """Servers of benchmarks.churn import what it does, and must start fast.
+
+    So must the children of tests, of which many import tests.conftest.
+    """
+    code = "import sys, tools.runs, tests.conftest; assert 'torch' not in sys.modules"
     done = run_python(code)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from core.running import checkpoint
 from tools.nemesis.result import REPOSITORY
 
 DEADLINE_S = 60.0  # For anything awaited.
@@ -263,6 +262,8 @@ def came_true(condition: Callable[[], object], is_running: Callable[[], bool]) -
 
 def differences(checkpoints: Path, others: Path) -> list[str]:
     """Name what is not bit for bit equal in the newest checkpoints of two folders."""
+    from core.running import checkpoint  # It needs torch, and many programs do not.
+
     a, b = checkpoint.load(checkpoints), checkpoint.load(others)
     assert a is not None and b is not None, "no checkpoint"
     assert a.tensors.keys() == b.tensors.keys() and a.state.keys() == b.state.keys()
