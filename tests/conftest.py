@@ -15,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -232,15 +234,19 @@ def _default_handlers():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _context():
+def _context() -> Iterator[BaseContext]:
     """A fork server that has imported torch already, and what a run imports later.
 
     There is one for all of the session, and whoever uses it first starts it.
     """
     context = multiprocessing.get_context("forkserver")
+    modules = ["core.actors.fork_server", "monobeast", "polybeast", __name__]
     later = ["torch._dynamo", "tensorboard.summary.writer.record_writer"]  # A second.
-    context.set_forkserver_preload(["monobeast", "polybeast", *later])
-    return context
+    context.set_forkserver_preload([*modules, *later])
+    with pytest.MonkeyPatch.context() as patch:
+        # MonoBeast's actors in pytest's own process would replace the list by theirs.
+        patch.setattr(forkserver, "set_forkserver_preload", lambda modules: None)
+        yield context
 
 
 @contextlib.contextmanager
