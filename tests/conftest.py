@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
@@ -171,24 +171,25 @@ class Program:
 
 
 class Forked(Program):
-    """A running `python -m <module>`, by a fork server that has imported torch.
+    """A function that runs in a child of a fork server that has imported torch.
 
     Args:
       env: environment variables, besides those of the fork server.
+      function: returns the exit status; None is 0.
     """
 
     def __init__(
         self,
         context,
-        module: str,
-        argv: list[str],
         output: Path,
-        env: Mapping[str, str],
+        function: Callable[..., int | None],
+        *args: object,
+        env: Mapping[str, str] = {},
     ):
         self.output = output
         output.touch()
         self.process = context.Process(
-            target=_run_module, args=(module, argv, str(output), env)
+            target=_be_program, args=(str(output), env, function, args)
         )
         self.process.start()
         self.pid = self.process.pid
@@ -202,8 +203,11 @@ class Forked(Program):
         return self.process.exitcode
 
 
-def _run_module(
-    module: str, argv: list[str], output: str, env: Mapping[str, str]
+def _be_program(
+    output: str,
+    env: Mapping[str, str],
+    function: Callable[..., int | None],
+    args: Sequence[object],
 ) -> None:
     os.environ.update(env)
     fd = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -212,12 +216,17 @@ def _run_module(
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     try:
-        status = importlib.import_module(module).main(argv)
+        status = function(*args)
     except SystemExit as error:  # argparse's.
         status = error.code
     sys.stdout.flush()
     # As at the end of a script, children that are left over would be noticed.
     sys.exit(status)
+
+
+def run_module(module: str, argv: list[str]) -> int:
+    """Be `python -m <module>`, for `Forked`."""
+    return importlib.import_module(module).main(argv)
 
 
 @pytest.fixture(autouse=True)
@@ -263,7 +272,8 @@ def starter(context, folder: Path) -> Iterator[Callable[..., Program]]:
         ) -> Program:
             words = [str(a) for a in ("--savedir", folder / "runs", *argv)]
             output = folder / f"out-{next(numbers)}.txt"
-            return stack.enter_context(Forked(context, module, words, output, env))
+            program = Forked(context, output, run_module, module, words, env=env)
+            return stack.enter_context(program)
 
         yield start
 
@@ -280,6 +290,18 @@ def start(_context, tmp_path) -> Iterator[Callable[..., Program]]:
     """Start a trainer with flags, MonoBeast unless `module=`; runs: `tmp_path/runs`."""
     with starter(_context, tmp_path) as start:
         yield start
+
+
+@pytest.fixture
+def run_forked(_context, tmp_path) -> Callable[..., tuple[int, str]]:
+    """Call a function in a child that has torch; return exit status and output."""
+
+    def run_forked(function: Callable[..., int | None], *args: object):
+        output = tmp_path / "forked.txt"
+        with Forked(_context, output, function, *args) as program:
+            return program.wait(), program.text()
+
+    return run_forked
 
 
 @pytest.fixture(scope="module")

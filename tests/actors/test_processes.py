@@ -184,6 +184,14 @@ def test_closed_actors_leave_no_thread():
     )
 
 
+def test_actors_in_tests_use_the_fork_server_of_all_tests(run_forked):
+    """It has imported what whole runs import late: a second for each of them."""
+    with Pool(make_flags("Catch")) as pool:
+        pool.next_rollout()
+    code = "import sys; assert {'polybeast', 'torch._dynamo'} <= {*sys.modules}"
+    assert run_forked(exec, code) == (0, "")
+
+
 def test_while_the_fork_server_imports_nobody_waits(monkeypatch):
     """It may take seconds, in which a signal would not be answered."""
     is_ready = threading.Event()

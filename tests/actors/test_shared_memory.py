@@ -5,6 +5,8 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import resource
+import signal
 import stat
 import subprocess
 import sys
@@ -27,8 +29,8 @@ from core.errors import ConfigError
 from core.nests import ArraySpec, leaves
 from tests.python import run_python
 
-# No torch at the top: children import this module, most of them need none.
-
+# Those of `spawn` import torch: tests/actors/test_processes.py has them.
+METHODS = sorted({"fork", "forkserver"} & {*multiprocessing.get_all_start_methods()})
 DEADLINE_S = 60.0  # Of every wait for another process, which may have to import torch.
 ROOT = Path(__file__).parents[2]
 FD_FOLDER = Path("/proc/self/fd")
@@ -169,19 +171,17 @@ def test_no_file_is_left_in_dev_shm_even_while_in_use(memory):
     del shared
 
 
+def make_and_die(memfd):
+    if not memfd:
+        del os.memfd_create
+    _shared = SharedArrays({"a": ArraySpec((ODD_SIZE,), np.dtype(np.uint8))})
+    print("made")
+    signal.raise_signal(signal.SIGKILL)
+
+
 @pytest.mark.parametrize("memfd", [True, False])
-def test_memory_goes_with_a_killed_process(memfd):
-    done = run_python(f"""
-        import os, signal
-        import numpy as np
-        if not {memfd}: del os.memfd_create
-        from core.actors.shared_memory import SharedArrays
-        from core.nests import ArraySpec
-        shared = SharedArrays({{"a": ArraySpec(({ODD_SIZE},), np.dtype(np.uint8))}})
-        print("made", flush=True)
-        signal.raise_signal(signal.SIGKILL)
-    """)
-    assert (done.returncode, done.stdout) == (-9, "made\n"), done.stderr
+def test_memory_goes_with_a_killed_process(memfd, run_forked):
+    assert run_forked(make_and_die, memfd) == (-signal.SIGKILL, "made\n")
     assert files_in_dev_shm() == []
 
 
@@ -191,7 +191,7 @@ def count_up(shared, by):
     shared.arrays["flag"][...] = False
 
 
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize("method", METHODS)
 def test_a_child_writes_and_the_parent_sees_it(method, memory):
     shared = SharedArrays(SPECS)
     shared.arrays["long"][...] = np.arange(11)
@@ -213,27 +213,24 @@ def run_child(method, target, *args):
     assert exitcode == 0
 
 
-@pytest.mark.parametrize("memfd", [True, False])
-def test_a_full_device_is_an_oserror_and_leaves_nothing_behind(memfd):
+def fill_the_device(memfd):
     # The limit on file sizes stands in for a full device: it needs no privileges.
-    done = run_python(f"""
-        import os, resource
-        import numpy as np
-        if not {memfd}: del os.memfd_create
-        from core.actors.shared_memory import SharedArrays
-        from core.nests import ArraySpec
-        limit = 2**20
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        files = os.listdir("/dev/fd")
-        try:
-            SharedArrays({{"a": ArraySpec((limit + 1,), np.dtype(np.uint8))}})
-        except OSError as error:
-            print(type(error).__name__, len(os.listdir("/dev/fd")) - len(files))
-        SharedArrays({{"a": ArraySpec((limit,), np.dtype(np.uint8))}})
-        print("fits")
-    """)
-    assert (done.returncode, done.stdout) == (0, "OSError 0\nfits\n"), done.stderr
+    limit = 2**20
+    if not memfd:
+        del os.memfd_create
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    files = os.listdir("/dev/fd")
+    with pytest.raises(OSError):
+        SharedArrays({"a": ArraySpec((limit + 1,), np.dtype(np.uint8))})
+    print(len(os.listdir("/dev/fd")) - len(files))
+    SharedArrays({"a": ArraySpec((limit,), np.dtype(np.uint8))})
+    print("fits")
+
+
+@pytest.mark.parametrize("memfd", [True, False])
+def test_a_full_device_is_an_oserror_and_leaves_nothing_behind(memfd, run_forked):
+    assert run_forked(fill_the_device, memfd) == (0, "0\nfits\n")
 
 
 def test_a_full_tmpfs_is_an_oserror_and_not_a_sigbus(tmp_path):
@@ -339,7 +336,7 @@ def write_own_buffer(buffers, index):
         slab[index] = 0.5
 
 
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize("method", METHODS)
 def test_a_child_fills_its_buffer_and_no_other(method, buffers):
     expected = {name: slab.copy() for name, slab in leaves(buffers.rows)}
     states = [slab.copy() for slab in buffers.agent_state]
@@ -449,8 +446,6 @@ WEIGHT_SPECS = {
 
 
 def tensors_full_of(value):
-    import torch
-
     return {
         name: torch.full(spec.shape, float(value))
         for name, spec in WEIGHT_SPECS.items()
@@ -511,8 +506,6 @@ def read_weights(weights, pipe):
     Sends b"F" after the first version, and at last (version, smallest, largest value)
     of each version whose tensors held anything but its number.
     """
-    import torch
-
     torch.set_num_threads(1)
     mine, version, wrong = tensors_full_of(-1), -1, []
     for i in range(MIN_VERSIONS):

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from core.running.folder import read_meta
-from tests.conftest import DEADLINE_S, Forked, Program, ended, wait_until
+from tests.conftest import DEADLINE_S, Forked, Program, ended, run_module, wait_until
 from tools import sweep
 
 FAKE = 'program = "tests.fake_trainer"\n'
@@ -42,7 +42,7 @@ def start_sweep(_context, tmp_path) -> Iterator[Callable[[Path], Program]]:
 
         def start(path: Path) -> Program:
             output = tmp_path / f"sweep-{next(numbers)}.txt"
-            sweep = Forked(_context, "tools.sweep", [str(path)], output, {})
+            sweep = Forked(_context, output, run_module, "tools.sweep", [str(path)])
             return stack.enter_context(sweep)
 
         yield start

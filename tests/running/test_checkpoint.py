@@ -10,13 +10,10 @@ import os
 import pickle
 import random
 import resource
-import select
 import shutil
 import signal
 import struct
-import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -119,59 +116,21 @@ def assert_good(directory, step):
 # ------------------------------------------------------------------- forked children
 
 
-class Nursery:
-    """Runs functions of this file in forks of a process that has torch loaded.
-
-    Such a process can lose its rights, its disk or its life. Importing torch for each
-    would take the time of all these tests. (pytest's own process has threads, and must
-    not fork.)
-    """
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"import {__name__} as t; t.serve_forks()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-
-    def __call__(self, function, *args):
-        """Call `function(*args)` in a fork; paths arrive as strings."""
-        request = json.dumps([function.__name__, args], default=str) + "\n"
-        self.process.stdin.write(request.encode())
-        self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
-        assert ready, f"{function.__name__} took more than {DEADLINE_S} s"
-        answer = json.loads(self.process.stdout.readline())
-        if "error" in answer:
-            pytest.fail(answer["error"])
-        return answer["result"]
-
-
-def serve_forks():
+def print_result(function, *args):
     os.fsync = lambda fd: None
-    for line in sys.stdin:
-        name, args = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                answer = {"result": globals()[name](*args)}
-            except BaseException:
-                answer = {"error": traceback.format_exc()}
-            print(json.dumps(answer), flush=True)
-            os._exit(0)
-        os.waitpid(pid, 0)
+    print(json.dumps(function(*args)))
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    nursery = Nursery()
-    yield nursery
-    nursery.process.kill()
-    nursery.process.wait(DEADLINE_S)
-    nursery.process.stdin.close()
-    nursery.process.stdout.close()
+@pytest.fixture
+def in_child(run_forked):
+    """Return a function's result in a child, which can lose its rights or its life."""
+
+    def in_child(function, *args):
+        status, said = run_forked(print_result, function, *args)
+        assert status == 0, said
+        return json.loads(said)
+
+    return in_child
 
 
 # -------------------------------------------------------------------------- round trip
@@ -364,7 +323,7 @@ def write_beyond_the_limit(directory):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
     arguments = contents(2)
     arguments["tensors"]["model"]["big"] = torch.zeros(2**18)
-    return error_of_save(Path(directory), arguments)
+    return error_of_save(directory, arguments)
 
 
 def write_without_rights(directory, mode):
@@ -386,19 +345,20 @@ def error_of_save(directory, arguments):
     return None
 
 
-def test_a_full_disk_costs_no_old_checkpoint(tmp_path, nursery):
-    save_steps(tmp_path, 1)
-    message, cause = nursery(write_beyond_the_limit, tmp_path)
+def test_a_full_disk_costs_no_old_checkpoint(tmp_path, in_child):
+    folder = tmp_path / "checkpoints"
+    save_steps(folder, 1)
+    message, cause = in_child(write_beyond_the_limit, folder)
     assert "step-000000000002.safetensors failed" in message
     assert os.strerror(errno.EFBIG) in message
     assert cause == "OSError"
-    assert names(tmp_path) == step_names(1)
-    assert_good(tmp_path, 1)
+    assert names(folder) == step_names(1)
+    assert_good(folder, 1)
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000], ids=oct)
-def test_a_closed_directory_costs_no_old_checkpoint(tmp_path, nursery, mode):
-    message, cause = nursery(write_without_rights, tmp_path, mode)
+def test_a_closed_directory_costs_no_old_checkpoint(tmp_path, in_child, mode):
+    message, cause = in_child(write_without_rights, tmp_path, mode)
     os.chmod(tmp_path / "checkpoints", 0o755)
     assert os.strerror(errno.EACCES) in message
     assert cause == "PermissionError"
@@ -528,7 +488,6 @@ def save_in_fork(directory, step, action, damaged=False, **kwargs):
 
 
 def kill_at_each_change(directory, step, damaged):
-    directory = Path(directory)
     for number in range(1, 1000):
         status = save_in_fork(directory, step, kill_at(number), damaged)
         assert status in (0, -signal.SIGKILL)
@@ -547,7 +506,6 @@ def kill_at_each_change(directory, step, damaged):
 
 
 def fail_at_each_change(directory, step):
-    directory = Path(directory)
     for number in range(1, 1000):
         # What fails while cleaning up can only be left to `sweep`.
         action, changes = disk_full_at(number), CHANGES[:3]
@@ -567,15 +525,15 @@ def fail_at_each_change(directory, step):
     ids=["new", "replaced", "damaged"],
 )
 def test_a_kill_before_any_change_of_the_disk_leaves_a_good_one(
-    tmp_path, nursery, step, damaged
+    tmp_path, in_child, step, damaged
 ):
-    changes = nursery(kill_at_each_change, tmp_path / "run", step, damaged)
+    changes = in_child(kill_at_each_change, tmp_path / "run", step, damaged)
     assert changes >= 2
 
 
 @pytest.mark.parametrize("step", [3, 4], ids=["replaced", "new"])
-def test_an_error_at_any_change_of_the_disk_leaves_a_good_one(tmp_path, nursery, step):
-    assert nursery(fail_at_each_change, tmp_path / "run", step) >= 2
+def test_an_error_at_any_change_of_the_disk_leaves_a_good_one(tmp_path, in_child, step):
+    assert in_child(fail_at_each_change, tmp_path / "run", step) >= 2
 
 
 # ------------------------------------------------------------------- damage and attacks
@@ -790,15 +748,15 @@ def pickle_events(directory):
     sys.addaudithook(
         lambda event, args: event.startswith("pickle.") and events.append(str(args))
     )
-    save_steps(Path(directory), 1)
-    load(Path(directory))
+    save_steps(directory, 1)
+    load(directory)
     seen = list(events)
     pickle.loads(pickle.dumps(Path))  # The hook does see it.
     return [seen, events]
 
 
-def test_nothing_is_unpickled(tmp_path, nursery):
-    seen, control = nursery(pickle_events, tmp_path)
+def test_nothing_is_unpickled(tmp_path, in_child):
+    seen, control = in_child(pickle_events, tmp_path)
     assert seen == []
     assert control != []
 

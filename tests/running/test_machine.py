@@ -9,6 +9,7 @@ import types
 import psutil
 import pytest
 
+from core.actors import shared_memory
 from core.errors import ConfigError
 from core.running import machine as machine_module
 from core.running.machine import available_memory, check_resources, num_cores
@@ -79,27 +80,24 @@ def test_a_folder_too_small_is_refused_with_both_numbers_and_the_remedy(machine)
         assert part in str(caught.value)
 
 
-def test_shared_memory_beyond_the_limit_on_files_is_refused_with_both_numbers():
+def make_files_beyond_the_limit():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIB, 2 * MIB))
+    shared_memory._open_anonymous(2 * MIB)
+    with pytest.raises(OSError) as error:
+        shared_memory._open_anonymous(2 * MIB + 1)
+    print(error.value.strerror)
+    with pytest.raises(ConfigError) as error:
+        check(shared_bytes=3 * MIB)
+    print(error.value)
+
+
+def test_shared_memory_beyond_the_limit_on_files_is_refused_with_both_numbers(
+    run_forked,
+):
     """The limit is real, since the kernel counts shared memory as a file."""
-    done = run_python("""
-        import resource
-        from core.actors import shared_memory
-        from core.running import machine
-        from core.errors import ConfigError
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
-        shared_memory._open_anonymous(2 << 20)
-        try:
-            shared_memory._open_anonymous((2 << 20) + 1)
-        except OSError as error:
-            print(error.strerror)
-        try:
-            list(machine.check_resources(
-                shared_bytes=3 << 20, memory_folder=None, files=67, processes=1
-            ))
-        except ConfigError as error:
-            print(error)
-    """)
-    kernels, ours = done.stdout.splitlines()
+    status, said = run_forked(make_files_beyond_the_limit)
+    assert status == 0, said
+    kernels, ours = said.splitlines()
     assert kernels == "File too large"
     for part in ("need 3.0 MiB", "more than 2,048 KiB (ulimit -f)", "Raise the limit"):
         assert part in ours

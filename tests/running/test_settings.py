@@ -15,7 +15,6 @@ import monobeast
 import polybeast
 from core.running import settings
 from core.running.settings import family_of, suggestion
-from tests.python import run_python
 from tests.trainers.several import environments
 
 ROOT = Path(__file__).parents[2]
@@ -71,13 +70,13 @@ FAMILIES = {
 }
 
 
-def test_a_family_is_known_where_the_package_is_not_imported():
+def test_a_family_is_known_where_the_package_is_not_imported(run_forked):
     """As in PolyBeast's learner: only its servers import the environments."""
     code = "import polybeast; from core.running.settings import family_of as f; "
     code += f"print(*map(f, {[*FAMILIES]}))"
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(family) for family in FAMILIES.values()]
+    status, said = run_forked(exec, code)
+    assert status == 0, said
+    assert said.split() == [str(family) for family in FAMILIES.values()]
 
 
 @pytest.mark.parametrize("env, family", FAMILIES.items())

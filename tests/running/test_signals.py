@@ -180,19 +180,22 @@ def test_a_process_that_has_just_ended_has_no_stacks(deep_process):
     signals.show_stacks(process.pid)
 
 
+def compute_and_list_threads():
+    import torch
+
+    torch.set_num_threads(3)
+    x = torch.ones(2000, 2000)
+    x @ x  # Starts OpenMP's threads.
+    lines = list(signals.thread_states())
+    assert len(lines) >= 3, lines
+    print(*lines, sep="\n")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_threads_without_python_are_listed_too():
-    done = run_python("""
-        import torch
-        from core.running.signals import thread_states
-        torch.set_num_threads(3)
-        x = torch.ones(2000, 2000); x @ x  # Starts OpenMP's threads.
-        lines = list(thread_states())
-        assert len(lines) >= 3, lines
-        print(*lines, sep="\\n")
-    """)
-    assert done.returncode == 0, done.stderr
-    assert re.match(r"thread \d+ python\S*: R \S+, CPU [\d.]+ s$", done.stdout, re.M)
+def test_threads_without_python_are_listed_too(run_forked):
+    status, said = run_forked(compute_and_list_threads)
+    assert status == 0, said
+    assert re.search(r"^thread \d+ python\S*: R \S+, CPU [\d.]+ s$", said, re.M)
 
 
 def test_a_paused_program_is_neither_late_nor_ended():
