@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from torch.distributed import TCPStore
 
+import monobeast
 from core.algorithm import learners
 from core.environments.toys import Catch
 from core.errors import ConfigError
@@ -32,7 +32,6 @@ from tests.trainers.several import environments, start_learners
 from tools.nemesis.programs import Program
 from tools.runs import log_rows, num_rows
 
-ROOT = Path(__file__).parents[2]
 T = 5
 FLAGS = ["--env", "Catch", "--batch_size", 4, "--unroll_length", T, "--xpid", "x"]
 FLAGS += ["--seed", 7, "--log_interval_s", 0]
@@ -373,35 +372,29 @@ def test_wrong_flags_of_one_learner_are_told_to_those_of_other_machines(start):
     ]
 
 
-TORCHRUN = """
-import subprocess, sys
-learner = subprocess.Popen([sys.executable, "-m", *sys.argv[1:]])
-print(learner.pid, flush=True)
-learner.wait()
-"""
+def main(argv: list[str]) -> int:
+    """Be torchrun: start a learner, say who it is, and wait for it."""
+    learner = os.fork()
+    if learner == 0:
+        os._exit(monobeast.main(argv))
+    print("learner", learner)
+    return os.waitstatus_to_exitcode(os.waitpid(learner, 0)[1])
 
 
-def test_the_learners_of_a_torchrun_that_is_killed_stop(tmp_path):
-    flags = [*FLAGS, "--serial", "--total_steps", 10**7, "--savedir", tmp_path]
-    torchrun = subprocess.Popen(
-        [sys.executable, "-c", TORCHRUN, "monobeast", *map(str, flags)],
-        cwd=ROOT,
-        env={**os.environ, "TORCHELASTIC_RUN_ID": "none"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    learner = psutil.Process(int(torchrun.stdout.readline()))
+def test_the_learners_of_a_torchrun_that_is_killed_stop(start, tmp_path):
+    flags = [*FLAGS, "--serial", "--total_steps", 10**7]
+    env = {"TORCHELASTIC_RUN_ID": "none"}
+    torchrun = start(*flags, module=__name__, env=env)
+    wait_until(lambda: num_rows(tmp_path / "runs" / "x") > 2)
+    said = re.search(r"^learner (\d+)$", torchrun.text(), re.M)
+    learner = psutil.Process(int(said[1]))
+    torchrun.kill()
     try:
-        wait_until(lambda: num_rows(tmp_path / "x") > 2)
-        torchrun.kill()
         wait_until(lambda: ended([learner]))
     finally:
-        torchrun.kill()
         if not ended([learner]):
             learner.kill()
-        torchrun.communicate()
-    assert checkpoint.load(tmp_path / "x" / "checkpoints").step > 0
+    assert newest(tmp_path).step > 0
 
 
 class SlowInLearner1(Catch):

@@ -133,7 +133,7 @@ def kill_somewhere(
 
     def is_saving() -> bool:
         # A save may be over before the next look; the run must not be before a kill.
-        saves = any(program.is_saving(run_dir) for _ in range(50))
+        saves = any(program.is_saving(run_dir) for _ in range(5))
         return saves or has_come_far(min(kill + 4, NUM_KILLS - 1))
 
     def has_ended() -> bool:
@@ -157,7 +157,7 @@ def kill_somewhere(
 def interrupted(start_for_module):
     """Return two runs with equal flags: one unbroken, one killed at random moments."""
     start, runs = start_for_module
-    updates = 160
+    updates = 100
     flags = ["--env", "Memory", *SERIAL, "--seed", 5, "--total_steps", updates * BATCH]
     flags += ["--use_lstm", *obeyed(monobeast)]
     whole, broken = runs / "whole", runs / "broken"
@@ -200,14 +200,14 @@ def test_a_run_killed_again_and_again_has_every_log_row_once(interrupted):
 def test_no_action_learned_from_is_older_than_the_maximal_lag(
     start, tmp_path, module, sizes
 ):
-    flags = ["--env", "Catch", "--total_steps", 100 * BATCH, "--xpid", "x"]
+    flags = ["--env", "Catch", "--total_steps", 50 * BATCH, "--xpid", "x"]
     program = start(*flags, *sizes, "--max_policy_lag", 0, module=module)
     assert program.wait() == 0, program.text()
     rows = log_rows(tmp_path / "runs" / "x")
     lags = [row["policy_lag_max"] for row in rows if row["policy_lag_max"]]
     assert lags and set(map(float, lags)) == {0.0}
     last = rows[-1]
-    assert int(last["updates"]) >= 100  # Of batches that may be smaller.
+    assert int(last["updates"]) >= 50  # Of batches that may be smaller.
     ledger = re.search(
         r"(\d+) rows received = (\d+) learned \+ (\d+) stale \+ (\d+) unused \+ ",
         program.text(),
@@ -268,19 +268,11 @@ def test_ctrl_c_while_python_imports_ends_a_program_without_a_word(
     assert (program.wait(), program.text()) == (-signal.SIGINT, "")
 
 
-@pytest.mark.parametrize(
-    "module, sizes, signum",
-    [
-        ("monobeast", ASYNC, signal.SIGINT),
-        ("monobeast", ASYNC, signal.SIGHUP),
-        # Its servers are in another session. It takes both signals as MonoBeast does.
-        ("polybeast", SERVERS, signal.SIGINT),
-    ],
-)
+@pytest.mark.parametrize("module, sizes", PROGRAMS)
 def test_a_signal_to_the_whole_process_group_is_one_to_the_run(
-    start_program, tmp_path, module, sizes, signum
+    start_program, tmp_path, module, sizes
 ):
-    """As by Ctrl-C in a terminal, or by its end: real programs, as a user starts them.
+    """As by Ctrl-C in a terminal, and by its end: real programs, as a user starts them.
 
     The terminal has not read for a long time, and the environments talk a lot.
     """
@@ -298,13 +290,14 @@ def test_a_signal_to_the_whole_process_group_is_one_to_the_run(
     # Three actors, fork server, resource tracker; or a supervisor, and two servers
     # with a guard each.
     assert len(family) >= 5
-    os.killpg(program.pid, signum)
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        os.killpg(program.pid, signum)
     status = program.wait()
     os.close(unread)
     text = (tmp_path / "x" / "out.log").read_text()
     assert status == 75, text
-    assert f"Stopped by {signum.name}" in text and "chatter" in text
-    assert f"{signum.name}: stopping" not in text  # The servers did not hear it.
+    assert "Stopped by SIGINT" in text and "chatter" in text
+    assert "SIGINT: stopping" not in text  # The servers, in another session: not heard.
     assert "Traceback" not in text
     wait_until(lambda: ended(family))
 
@@ -379,7 +372,7 @@ def test_no_process_outlives_a_killed_run(start, method):
 
     With a fork server: tests/actors/test_fork_server.py.
     """
-    flags = [*ASYNC, "--start_method", method, "--num_actors", 2]
+    flags = [*ASYNC, "--start_method", method, "--num_actors", 1]
     flags += ["--env", "tests.wrong_env:make_hanging", "--xpid", "x"]
     program = start(*flags, "--total_steps", ENDLESS)
     program.wait_for_text("about to hang")
