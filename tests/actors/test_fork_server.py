@@ -25,15 +25,21 @@ def fork_server(program: Program) -> int:
 
 
 def test_a_killed_run_leaves_nothing_though_all_is_hung_or_stopped(folder):
-    """The actors hang in C."""
+    """The actors hang in C. What the nemesis looks for, it finds where it is."""
     flags = [*FLAGS, *SIZES["monobeast"], "--env", "tools.nemesis.faulty:make_hanging"]
     with Program("monobeast", folder, *flags, "--disable_checkpoint") as program:
         program.wait_for(lambda: "about to hang" in program.text())
-        assert program.leftovers(), "it looks in the wrong place"
+        found = program.leftovers()
+        assert sum(what.startswith("process ") for what in found) >= 4  # And a tracker.
+        assert any(what.startswith("tmp/pymp-") for what in found)  # The fork server's.
         os.kill(fork_server(program), signal.SIGSTOP)
         program.process.kill()
-        program.wait()
+        assert program.wait() == -signal.SIGKILL
         wait_for(lambda: not program.leftovers())
+        files = {"runs/x/.meta.json.tmp-1", "tmp/torchbeast-x", "runs/x/.tmp-1-half"}
+        for name in files:
+            (folder / name).touch()
+        assert set(program.leftovers()) == files
 
 
 def actors(program: Program) -> list[int]:

@@ -17,8 +17,8 @@ from core.nests import map_nest
 from core.running import checkpoint
 from tests.actors.pool import Pool, make_flags
 from tests.fault_env import FaultEnv
-from tools.nemesis import actors, checkpoints, faulty, learning, leftovers, signals
-from tools.nemesis.programs import came_true, is_saving, wait_for, workplace
+from tools.nemesis import actors, checkpoints, faulty, learning, signals
+from tools.nemesis.programs import came_true, is_saving, wait_for
 
 
 @pytest.fixture
@@ -168,25 +168,7 @@ def test_the_first_step_at_the_threshold_is_found(tmp_path):
     assert learning.threshold_step(tmp_path, task) == 300
 
 
-# --------------------------------------------------------------------------- leftovers
-
-
-def test_leftovers_of_every_kind_are_found():
-    with workplace() as folder, leftovers.start("monobeast", folder, "") as program:
-        program.wait_for(lambda: program.rows() > 1)
-        found = program.leftovers()
-        assert sum(what.startswith("process ") for what in found) >= 4  # And a tracker.
-        assert any(what.startswith("tmp/pymp-") for what in found)  # The fork server's.
-        half = program.checkpoints / ".tmp-1-half"
-        half.touch()
-        (program.run_dir / ".meta.json.tmp-1").touch()
-        (program.temporary / "torchbeast-x").mkdir()
-        program.process.kill()
-        assert program.wait() == -signal.SIGKILL
-        wait_for(lambda: not program.family())
-        left = set(program.leftovers())
-        assert {"runs/x/.meta.json.tmp-1", "tmp/torchbeast-x"} <= left
-        assert "runs/x/checkpoints/.tmp-1-half" in left
+# ----------------------------------------------------------------------------- moments
 
 
 def test_a_moment_counts_though_it_has_passed():
