@@ -15,7 +15,6 @@ import pytest
 from benchmarks import ceilings, write_figures
 from benchmarks.peers import run as peers
 from benchmarks.peers import score as peers_score
-from tests.python import run_python
 
 REPOSITORY = Path(__file__).parents[2]
 # A trainer that logs three rows and then fails.
@@ -120,10 +119,13 @@ time.sleep(600)
     assert (found["steps"], found["best"]) == (20, 4.0)
 
 
-def test_a_data_path_without_servers_says_how_many_streams_are_connected(tmp_path):
+def test_a_data_path_without_servers_says_how_many_streams_are_connected(
+    run_forked, tmp_path
+):
     script = "from benchmarks import transport\ntransport.START_S = 0.5\n"
     script += f"transport.learn('unix:{tmp_path}/none', 4, 2, 1.0, 5, None, 1)"
-    last = run_python(script).stderr.splitlines()[-1]
+    _, said = run_forked(exec, script)
+    last = said.splitlines()[-1]
     assert last.startswith("TimeoutError: ") and "0 of 2 streams are connected" in last
 
 
