@@ -4,7 +4,6 @@
 import asyncio
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import os
@@ -380,14 +379,6 @@ def test_the_clock_runs_during_each_call_into_an_environment(serve):
     assert calls == (*expected, *("step",) * 2, *("close",) * 2)
     assert 0 < times[0] and all(a < b for a, b in zip(times, times[1:])), times
     wait_until(lambda: progress[0, 1] == 0)
-
-
-def test_other_spaces_than_at_the_start_are_permanent(serve):
-    sizes = itertools.count(2)
-    server = serve(lambda: Echo(gym.spaces.Discrete(next(sizes))))
-    with pytest.raises(ServerFailure, match=r"Discrete\(3\).*Discrete\(2\)") as failure:
-        EnvClient(server.address)
-    assert failure.value.permanent
 
 
 def test_a_close_that_fails_harms_nobody(serve, caplog):

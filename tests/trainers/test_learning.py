@@ -48,7 +48,7 @@ FIRST_STEP = [
 FIRST_STEP += ["--learning_rate", 0.001, "--use_lstm"]
 SMALL = ["--batch_size", 8, "--epsilon", 0.001, "--seed", 1, "--log_interval_s", 0.1]
 SHOWN = ["step", "mean_episode_return", "entropy", "mean_rho", "grad_norm"]
-MONOBEAST = ["--num_actors", 1, "--envs_per_actor", 8]
+MONOBEAST = ["--num_actors", 1, "--envs_per_actor", 8, "--start_method", "fork"]
 POLYBEAST = ["--num_servers", 1, "--streams_per_server", 2]  # Of 8 environments each.
 
 

@@ -36,6 +36,7 @@ T = 5
 FLAGS = ["--env", "Catch", "--batch_size", 4, "--unroll_length", T, "--xpid", "x"]
 FLAGS += ["--seed", 7, "--log_interval_s", 0]
 MONOBEAST = ["--num_actors", 4, "--envs_per_actor", 2, "--learner_cores", 1]
+FORKED = [*MONOBEAST, "--start_method", "fork"]  # Each saves the import of torch.
 STEPS = 4 * T * 40
 
 
@@ -111,7 +112,7 @@ def test_a_run_goes_on_with_more_learners_each_time(start, tmp_path):
 
 
 def test_a_killed_learner_ends_the_other_with_a_checkpoint(start, tmp_path):
-    programs = start_learners(start, *FLAGS, *MONOBEAST, "--total_steps", 10**7)
+    programs = start_learners(start, *FLAGS, *FORKED, "--total_steps", 10**7)
     run_dir = tmp_path / "runs" / "x"
     wait_until(lambda: num_rows(run_dir) > 2)
     os.kill(programs[1].pid, signal.SIGKILL)
@@ -130,7 +131,7 @@ def impatient_env():
 def test_a_signal_while_another_learner_is_frozen_leaves_a_checkpoint(start, tmp_path):
     run_dir = tmp_path / "runs" / "x"
     env = "tests.trainers.test_several_learners:impatient_env"
-    flags = [*FLAGS, *MONOBEAST, "--total_steps", 10**7, "--env", env]
+    flags = [*FLAGS, *FORKED, "--total_steps", 10**7, "--env", env]
     programs = start_learners(start, *flags)
     wait_until(lambda: num_rows(run_dir) > 2)
     os.kill(programs[1].pid, signal.SIGSTOP)
