@@ -151,7 +151,8 @@ class Net(nn.Module):
     the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
     `distribution` turns the policy's outputs into actions of any action space. With
     `bfloat16` the torso computes in that type; the weights and all other layers stay
-    float32. `normalize` may contain "observations" and "returns".
+    float32. `normalize` may contain "observations" and "returns". The class
+    is the same in both programs: a fork of both changes both.
 
     Raises:
       ConfigError: the model does not fit the spaces.
@@ -188,8 +189,8 @@ class Net(nn.Module):
         head_size = LSTM_SIZE if use_lstm else core_size
         self.policy = PolicyHead(head_size, self.distribution, initial_std)
         self.value_torso = None
-        if isinstance(self.torso, TORSOS["tanh"]) and not use_lstm:  # As in PPO.
-            self.value_torso = TORSOS["tanh"](observation_space)
+        if model == "tanh" and not use_lstm:  # As in PPO.
+            self.value_torso = TORSOS[model](observation_space)
         linear = PopArt if "returns" in normalize else nn.Linear
         self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
 
