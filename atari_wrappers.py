@@ -26,6 +26,7 @@ episode's first observation (no-ops, fire) are dropped.
 """
 
 import collections
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import TimeLimit
 
+from core.environments.faults import name_of
 from core.environments.make import make
 from core.errors import MakeError
 
@@ -86,6 +88,19 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     options = PROTOCOLS[flags.get("atari_protocol") or "impala"]
     changes = {name: flags[name] for name in options if flags.get(name) is not None}
     return {**options, **changes}
+
+
+def recorded_options(flags: Mapping[str, Any], env: gym.Env) -> dict[str, Any]:
+    """Return the options of `env`, which `create_env` made, for the log and meta.json.
+
+    They are those that `make_atari` or `wrap` got, also if other wrappers are around
+    its result. For any other environment the result is empty; but if --env is an Atari
+    game all the same, the result says what `create_env` made instead.
+    """
+    with contextlib.suppress(AttributeError):
+        protocol = flags.get("atari_protocol") or "impala"
+        return {"atari_protocol": protocol, **env.get_wrapper_attr("atari_options")}
+    return {"create_env": name_of(env)} if is_atari(flags["env"]) else {}
 
 
 def is_atari(env_id: str) -> bool:
@@ -148,7 +163,12 @@ def make_atari(
         env = make(env_id, **options)
     else:
         env = Emulator(**{**gym.spec(env_id).kwargs, **options})
-    return wrap(env, **wrappers)
+    env = wrap(env, **wrappers)
+    env.atari_options |= {
+        "sticky_actions": sticky_actions,
+        "full_action_space": full_action_space,
+    }
+    return env
 
 
 def wrap(
@@ -195,8 +215,15 @@ def wrap(
     env = MaxAndSkip(env, frame_skip)
     if fire_reset and game.get_action_meanings()[FIRE] == "FIRE":
         env = FireReset(env)
-    env = WarpFrame(env)
-    return FrameStack(env)
+    env = FrameStack(WarpFrame(env))
+    env.atari_options = {
+        "noop_max": noop_max,
+        "fire_reset": fire_reset,
+        "episodic_life": episodic_life,
+        "frame_skip": frame_skip,
+        "max_frames": max_frames,
+    }
+    return env
 
 
 class Emulator(gym.Wrapper):

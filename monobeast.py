@@ -261,15 +261,13 @@ def create_env(flags: argparse.Namespace, render_mode: str | None = None) -> Any
     return make(flags.env, render_mode=render_mode)
 
 
-def env_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the environment, for the log and for meta.json.
+def env_options(flags: argparse.Namespace, env: gym.Env) -> dict[str, Any]:
+    """Return the options of `env`, which create_env made, for the log and meta.json.
 
-    --mode test reads those in common_flags.ATARI_FLAGS from meta.json.
+    A step counts as `frame_skip` frames, or as one if this option is not there. --mode
+    test reads those in common_flags.ATARI_FLAGS from meta.json.
     """
-    if not atari_wrappers.is_atari(flags.env):
-        return {}
-    options = atari_wrappers.options_of(vars(flags))
-    return {"atari_protocol": flags.atari_protocol or "impala", **options}
+    return atari_wrappers.recorded_options(vars(flags), env)
 
 
 def create_net(flags: argparse.Namespace, spaces: Spaces) -> Net:
@@ -285,9 +283,17 @@ def create_net(flags: argparse.Namespace, spaces: Spaces) -> Net:
     )
 
 
+def read_env(flags: argparse.Namespace) -> tuple[Spaces, dict[str, Any]]:
+    """Create one environment to ask for its spaces and its options."""
+    return prepare.read_env(
+        lambda: create_env(flags),
+        functools.partial(env_options, flags),
+        flags.env_step_timeout_s,
+    )
+
+
 def read_spaces(flags: argparse.Namespace) -> Spaces:
-    """Create one environment to ask for its spaces."""
-    return prepare.read_spaces(lambda: create_env(flags), flags.env_step_timeout_s)
+    return read_env(flags)[0]
 
 
 def net_outputs(spaces: Spaces) -> dict[str, ArraySpec]:
@@ -480,7 +486,8 @@ def train(flags: argparse.Namespace) -> Exit:
     if not flags.serial:
         check_main_file()
     keep_freed_memory()
-    spaces = read_spaces(flags)  # First: a misspelt --env must not create a run.
+    # First: a misspelt --env must not create a run.
+    spaces, options = read_env(flags)
     with run_folder(flags) as run_dir, StopSignal() as stop:
         # The devices of the learner and of the actors.
         torso_devices = ("cuda" if has_gpu(flags) else "cpu", "cpu")
@@ -488,7 +495,6 @@ def train(flags: argparse.Namespace) -> Exit:
         learner = create_learner(flags, spaces)
         outputs = net_outputs(spaces)
         dry_run(learner.net, spaces.observation, spaces.action, outputs)
-        options = env_options(flags)
         run = Run(
             flags,
             run_dir,
@@ -499,7 +505,8 @@ def train(flags: argparse.Namespace) -> Exit:
             in_background=not flags.serial,
         )
         run.resume()
-        run.describe(flags.env, spaces, devices=f"on {learner.device}")
+        env = options.get("create_env", flags.env)
+        run.describe(env, spaces, devices=f"on {learner.device}")
         log.info(actor_flags.describe_actors(flags))
         if run.has_nothing_to_do():
             return Exit.DONE
@@ -621,6 +628,7 @@ def test(flags: argparse.Namespace) -> Exit:
             recycle_games=flags.recycle_games,
             **options,
         ),
+        env_options=functools.partial(env_options, flags),
         create_net=functools.partial(create_net, flags),
         policy=policy,
     )

@@ -521,7 +521,8 @@ def train_with(
         run = Run(flags, run_dir, learner, stop, frames_per_step=frames_per_step)
         run.resume()
         devices = f"learning on {flags.learner_device}, acting on {flags.actor_device}"
-        run.describe(welcome.env, spaces, devices=devices)
+        options = {option.name: option.value for option in welcome.options}
+        run.describe(options.get("create_env", welcome.env), spaces, devices=devices)
         max_streams = pool.max_streams(flags, servers, welcome)
         num_envs = max_streams * welcome.num_envs
         outputs |= learner.net.distribution.columns
@@ -530,7 +531,7 @@ def train_with(
             return Exit.DONE
         run_id = pool.learner_id(run.recorded, run_dir)
         run.record(
-            {option.name: option.value for option in welcome.options},
+            options,
             run_id=run_id,
             first_env_seeds=[
                 stepping.env_seed(flags.seed, i, run.first_incarnation, 0)
@@ -670,6 +671,7 @@ def test(flags: argparse.Namespace) -> Exit:
     evaluation.test_run(
         flags,
         create_envs=functools.partial(polybeast_env.create_environments, flags, 1),
+        env_options=functools.partial(polybeast_env.env_options, flags),
         create_net=functools.partial(create_net, flags),
         policy=policy,
     )

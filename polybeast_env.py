@@ -103,16 +103,14 @@ def create_environments(
     )
 
 
-def env_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the environment's options: the learner logs them and writes meta.json.
+def env_options(flags: argparse.Namespace, env: Any) -> dict[str, Any]:
+    """Return the options of `env`, which create_env made: the learner records them.
 
-    Values are bool, int, float or str. --mode test uses those in
-    common_flags.ATARI_FLAGS again.
+    Values are bool, int, float or str. A step counts as `frame_skip` frames, or as one
+    if this option is not there. --mode test uses those in common_flags.ATARI_FLAGS
+    again.
     """
-    if not atari_wrappers.is_atari(flags.env):
-        return {}
-    options = atari_wrappers.options_of(vars(flags))
-    return {"atari_protocol": flags.atari_protocol or "impala", **options}
+    return atari_wrappers.recorded_options(vars(flags), env)
 
 
 # ---------------------------------------------------------------------------- flags
@@ -206,15 +204,13 @@ def create_server(flags: argparse.Namespace, address: str, progress: np.ndarray)
     # learner, which imports this file too, must not: it has the gRPC of libtorchbeast.
     from core.remote import env_server
 
-    options = env_options(flags)
     return env_server.Server(
         functools.partial(create_environments, flags),
         address,
         num_envs=flags.envs_per_stream,
         num_streams=flags.streams_per_server,
         name=flags.env,
-        frames_per_step=options.get("frame_skip", 1),  # 1 without an emulator.
-        options=options,
+        options=functools.partial(env_options, flags),
         vector=True,
         tls_dir=flags.tls_dir,
         insecure=flags.insecure,

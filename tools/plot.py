@@ -60,7 +60,8 @@ class Run:
 
     @property
     def env(self) -> str:
-        return self.meta["flags"]["env"]
+        options = self.meta.get("env_options", {})
+        return options.get("create_env", self.meta["flags"]["env"])
 
     @property
     def name(self) -> str:

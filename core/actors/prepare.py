@@ -22,10 +22,15 @@ from core.running.unit import limit_calls
 log = logging.getLogger(__name__)
 
 
-def read_spaces(create_env: Callable[[], Any], limit_s: float) -> Spaces:
-    """Create one environment to ask for its spaces.
+def read_env(
+    create_env: Callable[[], Any],
+    env_options: Callable[[Any], dict[str, Any]],
+    limit_s: float,
+) -> tuple[Spaces, dict[str, Any]]:
+    """Create one environment to ask for its spaces and its options.
 
     Args:
+      env_options: returns the options of the environment.
       limit_s: for each call into the environment (--env_step_timeout_s).
 
     Raises:
@@ -38,7 +43,8 @@ def read_spaces(create_env: Callable[[], Any], limit_s: float) -> Spaces:
             raise ConfigError(str(error)) from error
         with contextlib.closing(envs):
             check_spaces(envs.observation_space, envs.action_space)
-            return Spaces(envs.observation_space, envs.action_space)
+            spaces = Spaces(envs.observation_space, envs.action_space)
+            return spaces, env_options(envs.envs[0])
 
 
 def rollout_specs(

@@ -41,7 +41,7 @@ def only_exceptions(doing: str) -> Iterator[None]:
 def name_of(env: Any) -> str:
     """Return the id under which `env` is registered, else the name of its class."""
     spec = getattr(env, "spec", None)
-    return spec.id if spec is not None else type(env.unwrapped).__name__
+    return getattr(spec, "id", None) or type(env.unwrapped).__name__
 
 
 def describe(value: Any) -> str:

@@ -20,7 +20,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from core.environments.faults import is_ctrl_c
+from core.environments.faults import is_ctrl_c, name_of
 from core.environments.stepping import Environments
 from core.errors import EnvError, EnvSpecError, MakeError
 from core.nests import Nest, map_nest
@@ -120,8 +120,7 @@ class _VectorSteps:
     def __init__(
         self, vector: VectorEnv, info_keys: tuple[str, ...], *, truncation_is_done: bool
     ) -> None:
-        spec = getattr(vector, "spec", None)
-        self.name = getattr(spec, "id", None) or type(vector.unwrapped).__name__
+        self.name = name_of(vector)
         self.vector = vector
         self._mode = _autoreset_mode(vector, self.name)
         self._is_envpool = _is_envpool(vector)
@@ -241,6 +240,11 @@ class _View(gym.Env):
         self._k = k
         self.observation_space = steps.vector.single_observation_space
         self.action_space = steps.vector.single_action_space
+        self.spec = getattr(steps.vector, "spec", None)
+
+    @property
+    def unwrapped(self) -> Any:  # Its class names environments without a spec.
+        return self._steps.vector.unwrapped
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

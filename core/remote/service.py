@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 MAX_INFO_KEYS = 1000
 
 
+EnvOptions = Mapping[str, bool | int | float | str]
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
     """The keyword arguments of `Server`.
@@ -35,9 +38,11 @@ class ServerOptions:
       num_envs: K, the environments of a stream. They are stepped one after the other.
       num_streams: S, the largest number of streams at a time.
       name: the environment's name; by default the environment's own name.
-      frames_per_step: emulator frames per step; the learner counts frames with it.
-      options: the options of the environments by name: bools, numbers and strings. The
-        learner shows and records them.
+      frames_per_step: emulator frames per step; the learner counts frames with it. By
+        default the option `frame_skip`, or 1 if there is none.
+      options: the options of the environments by name: bools, numbers and strings; or a
+        function that returns them for one environment. The learner shows and records
+        them.
       vector: `env_class` creates all environments of a stream at once, and is called
         like `Environments` without its first argument.
       tls_dir: a folder with ca.pem, cert.pem and key.pem: over TCP, encrypt, and serve
@@ -55,8 +60,8 @@ class ServerOptions:
     num_envs: int = 1
     num_streams: int = 1
     name: str | None = None
-    frames_per_step: int = 1
-    options: Mapping[str, bool | int | float | str] | None = None
+    frames_per_step: int | None = None
+    options: EnvOptions | Callable[[Any], EnvOptions] | None = None
     vector: bool = False
     tls_dir: str | None = None
     insecure: bool = False
@@ -94,13 +99,19 @@ class Service:
             self._observation_space: gym.Space = envs.observation_space
             self.action_space: gym.Space = envs.action_space
             self.name = options.name or name_of(envs.envs[0])
+            env_options = options.options or {}
+            if callable(env_options):
+                env_options = env_options(envs.envs[0])
         self._action_arrays = frames.arrays_of(spec_of(self.action_space))
-        for name, value in (options.options or {}).items():
+        for name, value in env_options.items():
             if not isinstance(value, bool | int | float | str):
                 raise MakeError(
                     f"env_options: {name} is {value!r:.80} ({type(value).__name__}), "
                     "expected a bool, int, float or str"
                 )
+        self._env_options = tuple(messages.Option(*x) for x in env_options.items())
+        frames_per_step = options.frames_per_step or env_options.get("frame_skip", 1)
+        self._frames_per_step = int(frames_per_step)
 
     def make_environments(
         self, hello: Hello, clock: np.ndarray, *, num_envs: int | None = None
@@ -162,19 +173,18 @@ class Service:
         return frames.with_stacks(frames.arrays_of(spec)), spec
 
     def welcome(self, hello: Hello) -> messages.Welcome:
-        options = (self._options.options or {}).items()
         return messages.Welcome(
             protocol=messages.PROTOCOL,
             version=version(),
             env=self.name,
             num_envs=self.num_envs,
             num_streams=self._options.num_streams,
-            frames_per_step=self._options.frames_per_step,
+            frames_per_step=self._frames_per_step,
             observation=self._observation_space,
             action=self.action_space,
             step_arrays=self.step_arrays(hello)[0],
             action_arrays=self._action_arrays,
-            options=tuple(messages.Option(*item) for item in options),
+            options=self._env_options,
         )
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,7 @@ def test_run(
     flags: argparse.Namespace,
     *,
     create_envs: Callable[..., Environments],
+    env_options: Callable[[Any], Mapping[str, Any]],
     create_net: Callable[[Spaces], Any],
     policy: Callable[[Any], Policy],
 ) -> None:
@@ -212,6 +213,7 @@ def test_run(
     Args:
       create_envs: function that creates one environment. It is called with
         `render_mode` and with keyword arguments for `Environments`.
+      env_options: function that returns the options of that environment.
       create_net: function that creates the network for an environment's spaces.
       policy: function that returns the `Policy` of a network.
 
@@ -250,7 +252,8 @@ def test_run(
         net = create_net(Spaces(envs.observation_space, envs.action_space))
         net.load_state_dict(checkpoint.weights_for(net, found))
         net.eval()  # No dropout. In a run, actors and learner are in training mode.
-        print(f"Playing {flags.num_episodes} games of {flags.env} with {found.path}")
+        env = env_options(envs.envs[0]).get("create_env", flags.env)
+        print(f"Playing {flags.num_episodes} games of {env} with {found.path}")
         video_dir = run_dir / "video" if flags.video else None
         games = play(
             envs,
@@ -263,7 +266,7 @@ def test_run(
             _between_calls(games, clock),
             run_dir,
             step=found.step,
-            settings={"env": flags.env, "greedy": flags.greedy, "seed": seed},
+            settings={"env": env, "greedy": flags.greedy, "seed": seed},
         )
         if video_dir is not None:
             last = video_path(video_dir, flags.num_episodes - 1)

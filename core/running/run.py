@@ -234,6 +234,14 @@ class Run:
         """Log the environment's options, write meta.json, and link `latest` here."""
         if not self._has_folder:
             return
+        if (made := env_options.get("create_env")) is not None:
+            log.warning(
+                "create_env made %s without the wrappers of atari_wrappers.py, but "
+                "--env is %s, which names this run, and its steps count as frames. "
+                "Give --env another name; env_options may return a frame_skip.",
+                made,
+                self.flags.env,
+            )
         log_options(env_options, self.recorded)
         extra |= {"step": self.learner.step, "env_options": dict(env_options)}
         flags = ranks.flags_of_run(vars(self.flags))

@@ -365,7 +365,7 @@ def test_an_error_of_the_environments_own_code_is_no_wrong_configuration():
         raise ValueError("operands could not be broadcast together")
 
     with pytest.raises(ValueError, match="broadcast"):  # Not a ConfigError.
-        prepare.read_spaces(create_env, DEADLINE_S)
+        prepare.read_env(create_env, lambda env: {}, DEADLINE_S)
 
 
 def test_a_buffer_in_the_replay_keeps_its_rollout_while_actors_write():

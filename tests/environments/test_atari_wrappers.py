@@ -20,6 +20,7 @@ from atari_wrappers import (
     make_atari,
     wrap,
 )
+from core.environments import toys
 
 # ------------------------------------------------- Against Gymnasium, frame by frame
 
@@ -536,6 +537,28 @@ def test_flags_change_the_options_of_a_protocol():
     machado = atari_wrappers.PROTOCOLS["machado"]
     assert atari_wrappers.options_of(flags) == {**machado, "sticky_actions": 0.5}
     assert machado["sticky_actions"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("env_id", "make_env", "expected"),
+    [
+        ("PongNoFrameskip-v4", lambda: gym.make("CartPole-v1"), "CartPole-v1"),
+        ("PongNoFrameskip-v4", toys.Catch, "Catch"),
+        ("my-task", toys.Catch, None),
+    ],
+)
+def test_options_are_recorded_of_atari_games_alone(env_id, make_env, expected):
+    flags = {"env": env_id, "atari_protocol": None}
+    options = {} if expected is None else {"create_env": expected}
+    assert atari_wrappers.recorded_options(flags, make_env()) == options
+
+
+def test_options_are_recorded_as_the_environment_has_them():
+    flags = {"env": "BreakoutNoFrameskip-v4", "atari_protocol": "machado"}
+    options = {**atari_wrappers.options_of(flags), "frame_skip": 3, "noop_max": 2}
+    env = gym.Wrapper(make_atari("PongNoFrameskip-v4", **options))
+    recorded = atari_wrappers.recorded_options(flags, env)
+    assert recorded == {"atari_protocol": "machado", **options}
 
 
 @pytest.mark.parametrize(

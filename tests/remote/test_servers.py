@@ -28,6 +28,7 @@ import polybeast_env
 from core import nests
 from core.environments.stepping import Environments
 from core.environments.toys import Catch
+from core.environments.vector import from_vector_env
 from core.errors import ConfigError, Exit
 from core.nests import map_nest
 from core.remote import addresses as addresses_module
@@ -1362,8 +1363,7 @@ def test_atari_is_served_as_the_flags_say(serve):
         vector=True,
         num_envs=2,
         name=flags.env,
-        frames_per_step=3,
-        options=polybeast_env.env_options(flags),
+        options=functools.partial(polybeast_env.env_options, flags),
     )
     with EnvClient(server.address) as client:
         assert client.welcome.frames_per_step == 3
@@ -1382,6 +1382,34 @@ def test_atari_is_served_as_the_flags_say(serve):
         rows = client.step(0)
         assert rows["observation"].shape == (2, 4, 84, 84)
         assert rows["observation"].any()
+
+
+def vectorized(flags, num_envs, **options):
+    envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode="sync")
+    return from_vector_env(envs, **options)
+
+
+@pytest.mark.parametrize(
+    "edited, new, made",
+    [
+        ("create_env", lambda flags, render_mode=None: Catch(), "Catch"),
+        ("create_environments", vectorized, "CartPole-v1"),
+    ],
+)
+def test_a_fork_that_ignores_env_serves_no_atari(
+    edited, new, made, monkeypatch, folder
+):
+    pytest.importorskip("ale_py")
+    monkeypatch.setattr(polybeast_env, edited, new)
+    flags = polybeast_env.parse_flags([])
+    progress = np.zeros((2 * flags.streams_per_server, 2))
+    server = polybeast_env.create_server(flags, f"unix:{folder}/s", progress)
+    server.start()
+    welcome = describe(server.address)
+    server.stop()
+    server.run()
+    assert (welcome.env, welcome.frames_per_step) == ("PongNoFrameskip-v4", 1)
+    assert welcome.options == (messages.Option("create_env", made),)
 
 
 # ------------------------------------------------------------------ somebody else's

@@ -470,9 +470,10 @@ def test_testing_takes_over_what_the_network_and_environment_depend_on(
     assert flags.frame_skip is None
 
 
-MACHADO = monobeast.env_options(
-    monobeast.parse_flags(["--atari_protocol", "machado", "--frame_skip", "5"])
-)
+MACHADO = {
+    "atari_protocol": "machado",
+    **atari_wrappers.options_of({"atari_protocol": "machado", "frame_skip": 5}),
+}
 
 
 @pytest.mark.parametrize(

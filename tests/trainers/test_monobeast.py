@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MonoBeast: acting and learning, against rollouts that arithmetic can check."""
 
+import json
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ from core.actors import prepare
 from core.algorithm import losses
 from core.algorithm.update import Learner
 from core.environments.stepping import env_seed
-from core.errors import ConfigError
+from core.environments.toys import Catch
+from core.errors import ConfigError, Exit
 from core.nests import ArraySpec, map_nest
 from core.running.compute import explain_out_of_memory
 from tests.actors.pool import E, Pool, T, make_flags
+from tools.runs import log_rows
 
 
 def test_serial_and_asynchronous_actors_write_the_same_rollout():
@@ -114,6 +118,28 @@ def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
         gradients.append([p.grad.clone() for p in learner.net.parameters()])
     for whole, pieces in zip(*gradients):
         torch.testing.assert_close(whole, pieces, rtol=1e-4, atol=1e-5)
+
+
+def test_an_environment_that_is_not_that_of_env_is_recorded_as_it_is(
+    monkeypatch, tmp_path, capsys
+):
+    """A fork has edited create_env, and --env is not given."""
+    pytest.importorskip("ale_py")
+    monkeypatch.setattr(
+        monobeast, "create_env", lambda flags, render_mode=None: Catch()
+    )
+    argv = ["--savedir", str(tmp_path), "--xpid", "a"]
+    sizes = ["--num_actors", "2", "--batch_size", "2", "--total_steps", "80"]
+    assert monobeast.main([*argv, *sizes, "--serial"]) == Exit.DONE
+    last = log_rows(tmp_path / "a")[-1]
+    assert last["frames"] == last["step"] == "80"
+    meta = json.loads((tmp_path / "a" / "meta.json").read_text())
+    assert meta["env_options"] == {"create_env": "Catch"}
+    said = capsys.readouterr().err
+    assert "Environment Catch: Box" in said and "Give --env another name" in said
+    assert "noop_max" not in said
+    assert monobeast.main([*argv, "--mode", "test", "--num_episodes", "1"]) == Exit.DONE
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["env"] == "Catch"
 
 
 @pytest.mark.parametrize("module", [monobeast, polybeast])

@@ -421,7 +421,7 @@ def test_testing_plays_by_the_protocol_that_the_servers_told(tmp_path, monkeypat
         tmp_path,
         "--xpid a --server_addresses localhost:1",
         served.env,
-        **polybeast_env.env_options(served),
+        **{"atari_protocol": "machado", **atari_wrappers.options_of(vars(served))},
     )
     made = []
 
