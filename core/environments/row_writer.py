@@ -127,7 +127,10 @@ class RowWriter:
             self._write(rows[key], k, value[key], spec[key], ranges[key], sub_name)
 
     def _cast(self, k: int, name: str, spec: ArraySpec, value: Any) -> np.ndarray:
-        """Return `value` as an array of the right shape and a dtype that fits."""
+        """Return `value` as an array of the right shape and a dtype that fits.
+
+        Floats fit floats of any size; integers must keep their values when cast.
+        """
         try:
             array = np.asarray(value)
         except Exception:  # Ragged, or an object whose __array__ raises.
@@ -135,6 +138,13 @@ class RowWriter:
         fits = np.can_cast(array.dtype, spec.dtype, casting="same_kind")
         if array.shape != spec.shape or not fits:
             raise self._error(k, name, str(spec), value)
+        if spec.dtype.kind in "iu":
+            wrong = array[array.astype(spec.dtype) != array]
+            if wrong.size:
+                raise EnvValueError(
+                    f"{self._where(k)}: '{name}' expected values that {spec.dtype} can "
+                    f"hold, got {wrong[0]}"
+                )
         return array
 
     def _check_range(

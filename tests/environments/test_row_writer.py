@@ -96,8 +96,13 @@ VIOLATIONS = {
             [np.array([0, 2]), np.array([4, 0]), np.array([0, 3])],
             "expected [0, 0] to [4, 2], got [0, 3]",
         ),
+        (
+            gym.spaces.Box(-128, 127, (2,), np.int8),
+            [np.array([7, -128]), [0, 127], np.array([300, 0])],
+            "expected values that int8 can hold, got 300",
+        ),
     ],
-    ids=["Discrete", "MultiDiscrete"],
+    ids=["Discrete", "MultiDiscrete", "wider integers"],
 )
 def test_a_value_out_of_range_fails_the_environment_and_is_named(
     space, values, expected
