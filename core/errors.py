@@ -57,7 +57,10 @@ class EnvError(RuntimeError):
 
 
 class EnvValueError(EnvError):
-    """An observation is outside its space, or a reward is not finite."""
+    """A Discrete value, a mask or a reward is wrong, or an integer too large.
+
+    Training does not check the bounds of a Box: core.environments.check does.
+    """
 
 
 class EnvSpecError(ValueError):

@@ -87,8 +87,9 @@ def check_observation(found: Violations, space: gym.Space, value: Any) -> None:
     if values.keys() != leaf_spaces.keys():
         missing = sorted(leaf_spaces.keys() - values.keys())
         surplus = sorted(values.keys() - leaf_spaces.keys())
-        text = f"the observation lacks {missing} and adds {surplus}"
-        found.add("structure", text)
+        halves = [("lacks", missing), ("adds", surplus)]
+        text = " and ".join(f"{verb} {keys}" for verb, keys in halves if keys)
+        found.add("structure", f"the observation {text}")
     for name in leaf_spaces.keys() & values.keys():
         leaf_space = leaf_spaces[name]
         spec = spec_of(leaf_space)
@@ -97,6 +98,8 @@ def check_observation(found: Violations, space: gym.Space, value: Any) -> None:
             found.expected(name, spec, array)
         elif not leaf_space.contains(array.astype(spec.dtype)):
             text = f"values in [{array.min()}, {array.max()}]"
+            if np.isnan(array).any():
+                text = "NaN"
             found.add(f"{name} values", f"'{name}' expected {leaf_space}, got {text}")
 
 

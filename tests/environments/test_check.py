@@ -122,7 +122,7 @@ BROKEN = {
     ),
     "NaN": (
         broken({"pair": (1, np.full(7, np.nan, np.float32))}),
-        r"got values in \[nan, nan\]",
+        r"'observation/pair/1' expected Box.*, got NaN",
     ),
     "Discrete range": (
         broken({"pair": (5, np.zeros(7, np.float32))}),
@@ -130,7 +130,11 @@ BROKEN = {
     ),
     "structure": (
         broken({"frame": "missing"}),
-        r"lacks \['observation/frame'\] and adds \[\]",
+        r"the observation lacks \['observation/frame'\]( \(|$)",
+    ),
+    "surplus": (
+        broken({"sound": 1}),
+        r"the observation adds \['observation/sound'\]( \(|$)",
     ),
     "reward": (
         broken({"reward": math.inf}),
