@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ class Place:
     first_env_id: int
     progress: np.ndarray  # [2] float64: a row of `ServerOptions.progress`.
     index: int  # The number of that row.
-    peer: str
+    where: str  # As `at_peer` returns it.
     since: str  # Wall clock time, for messages.
     cancel: Callable[[], Any]
     is_closing: bool = False  # Whether the stream is closing its environments.
@@ -109,7 +110,7 @@ class Places:
                 first_env_id=hello.first_env_id,
                 progress=self._progress[free[0]],
                 index=free[0],
-                peer=context.peer(),
+                where=at_peer(context),
                 since=time.strftime("%H:%M:%S"),
                 cancel=context.cancel,
             )
@@ -124,13 +125,23 @@ class Places:
 
     def _describe_taken(self) -> str:
         places = "; ".join(
-            f"run {quote(place.run_id)} at {place.peer} since {place.since}"
+            f"run {quote(place.run_id)}{place.where} since {place.since}"
             for place in self._taken
         )
         return (
             f"busy: this server takes {self.num_streams} streams "
             f"(--streams_per_server), and these have them: {places}"
         )
+
+
+def at_peer(context: Any) -> str:
+    """Return " at ADDRESS" for log lines; "" for unix sockets, whose peers have none.
+
+    Args:
+      context: gRPC's context of a call, or a `local_streams.Call`.
+    """
+    peer = urllib.parse.unquote(context.peer())  # ipv6:%5B::1%5D:52456
+    return "" if peer.startswith("unix:") else f" at {peer}"
 
 
 def quote(name: str) -> str:

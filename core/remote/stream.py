@@ -23,7 +23,7 @@ from core.remote import codec, frames, messages
 from core.remote.action_checks import action_checks
 from core.remote.grpc_settings import grpc
 from core.remote.messages import Failure, Goodbye, Hello, ToLearner, ToServer
-from core.remote.places import Busy, Place, Places, quote
+from core.remote.places import Busy, Place, Places, at_peer, quote
 from core.remote.service import Service, WrongProtocol, closing
 from core.rollout import spec_of
 
@@ -51,15 +51,15 @@ class Stream:
 
     def serve(self) -> Generator[bytes, None, None]:
         """Yield the messages to send, until the stream ends."""
-        self._who = self._context.peer()  # For log lines. Has more after the Hello.
+        # For log lines. Has more after the Hello.
+        self._who = f"a learner{at_peer(self._context)}"
         try:
             hello = self._receive_hello()
             if hello is None:
                 return
-            # All peers at a unix socket have the same name, so add the run's name.
             self._who = (
                 f"run {quote(hello.run_id)} (environments from {hello.first_env_id} "
-                f"on) at {self._context.peer()}"
+                f"on){at_peer(self._context)}"
             )
             with self._places.take(hello, self._context) as place:
                 self._log_start(hello)
@@ -94,16 +94,17 @@ class Stream:
 
     def _log_start(self, hello: Hello) -> None:
         # The learner logs streams that reconnect. The low 16 bits of the incarnation
-        # count them (first_incarnation in core/ranks.py).
+        # count them, the next 32 the earlier starts of the run, and the others are the
+        # learner's rank (first_incarnation in core/ranks.py and core/running/run.py).
         level = logging.DEBUG if hello.incarnation & 0xFFFF else logging.INFO
         log.log(
             level,
-            "Environments %d to %d: run %s at %s, start %d",
+            "Environments %d to %d: run %s%s, start %d",
             hello.first_env_id,
             hello.first_env_id + self._service.num_envs - 1,
             quote(hello.run_id),
-            self._context.peer(),
-            hello.incarnation,
+            at_peer(self._context),
+            (hello.incarnation >> 16 & 0xFFFFFFFF) + 1,
         )
 
     def play(self, hello: Hello, place: Place) -> Iterator[bytes]:

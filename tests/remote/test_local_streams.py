@@ -104,7 +104,7 @@ def test_a_stream_without_a_place_hears_why(serve):
     with LocalClient(address, run_id="first") as first:
         with LocalStream(address) as second:
             second.send(codec.encode(messages.ToServer(hello=hello("second"))))
-            assert "these have them: run 'first' at unix:" in second.reason()
+            assert "these have them: run 'first' since" in second.reason()
         first.step(0)
 
 

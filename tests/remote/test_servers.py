@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -36,6 +37,7 @@ from core.remote import codec, env_server, frames, messages, places, tls
 from core.remote import health as health_module
 from core.remote.addresses import check_address, server_addresses
 from core.remote.messages import Action, Hello, ToServer
+from core.remote.stream import Stream
 from core.rollout import row_spec
 from core.running import machine, signals
 from core.running.machine import num_cores
@@ -548,9 +550,23 @@ def test_more_streams_than_places_are_told_who_has_them(serve, caplog):
             EnvClient(server.address, run_id="pong-2", first_env_id=6)
     assert status.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "takes 1 streams" in status.value.details()
-    assert "run 'pong-1' at unix:" in status.value.details()
-    words = "Turned away run 'pong-2' (environments from 6 on) at unix:"
-    assert words in caplog.text
+    assert "run 'pong-1' since" in status.value.details()
+    assert "Turned away run 'pong-2' (environments from 6 on): busy" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "peer, where", [("unix:", ""), ("ipv6:%5B::1%5D:52456", " at ipv6:[::1]:52456")]
+)
+def test_a_stream_is_logged_with_its_address_and_the_start_of_its_run(
+    peer, where, caplog
+):
+    caplog.set_level("INFO")
+    service = SimpleNamespace(num_envs=K)
+    context = SimpleNamespace(peer=lambda: peer)
+    stream = Stream(service, places.Places(1, np.zeros((2, 2))), iter(()), context)
+    # Of learner 3, after one earlier start of the run.
+    stream._log_start(Hello(run_id="x", first_env_id=6, incarnation=(3 << 48) + 65536))
+    assert caplog.messages == [f"Environments 6 to {5 + K}: run 'x'{where}, start 2"]
 
 
 def test_a_place_is_free_when_its_stream_ends(serve):
