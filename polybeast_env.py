@@ -48,7 +48,7 @@ import atari_wrappers
 from core import flag_types
 from core.environments import stepping
 from core.environments.make import make
-from core.errors import ConfigError, Exit, leave
+from core.errors import ConfigError, Exit, leave, one_line
 from core.remote import dial_in, server_flags, supervisor
 from core.remote.addresses import addresses_to_serve
 from core.running import common_flags, terminal
@@ -261,13 +261,20 @@ def setup_logging(flags: argparse.Namespace) -> None:
     for handler in logging.getLogger().handlers:
         if flags.with_parent:
             handler.setFormatter(ForParent())  # The parent counts repeated warnings.
-            # The parent knows its own streams.
+            # The parent knows its own streams, and logs the tracebacks that it gets.
             logging.getLogger("core.remote.stream").setLevel(logging.WARNING)
+            logging.getLogger("core.remote.stream").addFilter(shorten)
         else:
             handler.addFilter(repeats)
     logging.captureWarnings(True)
     # gRPC's own messages are noise: the errors that matter are logged here.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def shorten(record: logging.LogRecord) -> bool:
+    """Leave only the first line of a log record, which names the error."""
+    record.msg, record.args = one_line(record.getMessage()), ()
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1059,6 +1059,21 @@ def test_servers_end_when_standard_input_closes(start, folder):
     assert level == logging.INFO and text.startswith("Serving")
 
 
+def test_a_parent_reads_a_failure_in_one_line(start, folder):
+    """The learner, which has started the servers, logs the whole traceback."""
+    failing = ("--env", "tests.fault_env:make_failing", "--with_parent")
+    program = start(*failing, num_servers=1, stdin=subprocess.PIPE)
+    program.wait_for_text("Serving")
+    with EnvClient(f"unix:{folder}/s") as client:
+        with pytest.raises(ServerFailure, match="in fail\n"):
+            for _ in range(7):
+                client.step(0)
+    program.wait_for_text("KeyError: 'the simulator is out of fuel'")
+    program.process.stdin.close()
+    assert program.wait() == Exit.DONE
+    assert "Traceback" not in program.text()
+
+
 def test_servers_listen_at_consecutive_ports(start):
     first = free_ports(3)
     program = start(*COUNTING, num_servers=3, address=f":{first}")
