@@ -143,17 +143,12 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "the servers among several learners",
     )
     server_flags.add_server_flags(servers)
-    servers.add_argument(
-        "--with_parent",
-        action="store_true",
-        help="end when standard input closes. A parent process holds the other end of "
-        "that pipe, which closes when the parent ends, for whatever reason",
-    )
-    servers.add_argument(
-        "--remove_folder",
-        action="store_true",
-        help="at the end remove the folder of the unix sockets too, if it is empty",
-    )
+    # These two are for a learner that starts servers: core.remote.local_servers. End
+    # when standard input closes: the parent holds the other end of that pipe, which
+    # closes when the parent ends, for whatever reason.
+    servers.add_argument("--with_parent", action="store_true", help=argparse.SUPPRESS)
+    # At the end remove the folder of the unix sockets too, if it is empty.
+    servers.add_argument("--remove_folder", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
     flags.env = flags.env or common_flags.ENV
     if flags.server_address is not None and flags.pipes_basename is not None:

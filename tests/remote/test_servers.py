@@ -1380,6 +1380,7 @@ def test_defaults_are_said_in_the_help(capsys):
     assert "carries the rows of all. Default: 8" in text
     assert "another one steps its environments. Default: 2" in text
     assert f"Default: {polybeast_env.SERVER_ADDRESS}" in text
+    assert "--with_parent" not in text and "--remove_folder" not in text
 
 
 def test_atari_is_served_as_the_flags_say(serve):
