@@ -66,7 +66,7 @@ from core.actors.shared_memory import (
 from core.algorithm import gpu
 from core.algorithm.action_layers import ActionFeatures, PolicyHead
 from core.algorithm.distributions import ActionDistribution, mask_logits
-from core.algorithm.dry_run import dry_run
+from core.algorithm.dry_run import dry_run, dry_run_loss
 from core.algorithm.normalization import InputNorm, PopArt, normalized
 from core.algorithm.recurrent import create_lstm, unroll_lstm
 from core.algorithm.replay import Replay, create_replay
@@ -495,6 +495,7 @@ def train(flags: argparse.Namespace) -> Exit:
         learner = create_learner(flags, spaces)
         outputs = net_outputs(spaces)
         dry_run(learner.net, spaces.observation, spaces.action, outputs)
+        dry_run_loss(learner, spaces)
         run = Run(
             flags,
             run_dir,

@@ -64,7 +64,7 @@ from core.action_spaces import split_mask
 from core.algorithm import counters
 from core.algorithm.action_layers import ActionFeatures, PolicyHead
 from core.algorithm.distributions import ActionDistribution, mask_logits
-from core.algorithm.dry_run import dry_run
+from core.algorithm.dry_run import dry_run, dry_run_loss
 from core.algorithm.gpu import (
     Graphs,
     allocate_page_locked,
@@ -517,6 +517,7 @@ def train_with(
         dry_run(
             learner.net, spaces.observation, spaces.action, outputs, stores_all=True
         )
+        dry_run_loss(learner, spaces)
         frames_per_step = welcome.frames_per_step
         run = Run(flags, run_dir, learner, stop, frames_per_step=frames_per_step)
         run.resume()

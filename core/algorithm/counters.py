@@ -8,17 +8,10 @@ import reprlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from core.columns import Field as Field  # Forks import it from here.
 from core.errors import ConfigError
-
-
-class Field(NamedTuple):
-    """A column of logs.csv."""
-
-    name: str
-    unit: str
-    meaning: str
 
 
 class Averages:
@@ -110,14 +103,6 @@ def not_a_number(column: Any, value: Any) -> ConfigError:
     )
 
 
-def name_is_taken(name: str, *_: str) -> ConfigError:
-    """Return the exception for a column of a fork with the name of another column."""
-    return ConfigError(
-        f"the log has two columns with the name {name}: give the one in the loss's "
-        "extra another name"
-    )
-
-
 class BusyTime:
     """The share of the time that each stage works between two log rows. Thread-safe."""
 
@@ -184,7 +169,7 @@ class EpisodeStats:
     def columns(self) -> dict[str, float | None]:
         """Return the log's columns about games and episodes; None: there is none yet.
 
-        `core.running.columns` says what each means.
+        `core.columns` says what each means.
         """
         with self._lock:
             return {

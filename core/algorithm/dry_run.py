@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dry_run`: tries a network on rows of zeros, before the run starts."""
+"""Tries a network and its loss on rows of zeros, before the run starts."""
 
 import copy
 import warnings
@@ -13,9 +13,10 @@ from torch import nn
 
 from core.action_spaces import first_action
 from core.algorithm.distributions import ActionDistribution
+from core.algorithm.update import Learner, compute_gradient
 from core.errors import ConfigError
 from core.nests import ArraySpec, Nest, leaves, map_nest
-from core.rollout import leaf_spaces, row_spec
+from core.rollout import Spaces, leaf_spaces, row_spec
 
 WITH_GRADIENT = ("policy_logits", "baseline")  # Other outputs may have none.
 # (T rows, B environments). Acting has one row, learning has several.
@@ -95,6 +96,35 @@ def dry_run(
             torch.stack([x.sum() for x in used]).sum().backward()
 
 
+def dry_run_loss(learner: Learner, spaces: Spaces) -> None:
+    """Compute the gradient of the learner's loss, on a copy of its network.
+
+    Call `dry_run` first. The batch has the keys of a batch in a run. Its values are
+    zeros, except the network's outputs.
+
+    Raises:
+      ConfigError: the loss is none that an update can use.
+    """
+    flags, device, (T, B) = learner.flags, learner.device, SIZES[-1]
+    net = copy.deepcopy(learner.net).to(device)
+    state = _initial_state(net, B, device)
+    spec = row_spec(spaces.observation, spaces.action, tuple(flags.info_keys))
+    specs = {**spec, **net.distribution.columns}
+    specs["policy_version"] = ArraySpec((), np.dtype(np.int64))
+    if flags.replay_ratio:
+        specs["replayed"] = ArraySpec((), np.dtype(bool))
+    rows = map_nest(lambda spec: _zeros(spec, T, B), specs)
+    rows |= zero_rows(spaces.observation, spaces.action, T, B)
+    rows["action"] = rows["last_action"]
+    rows = map_nest(lambda x: x.to(device), rows)
+    with torch.no_grad():
+        outputs, _ = net(rows, state)
+    for name, nest in outputs.items():
+        if all(torch.is_tensor(x) and x.shape[:2] == (T, B) for _, x in leaves(nest)):
+            rows[name] = nest
+    compute_gradient(flags, net, learner.loss, rows, state)
+
+
 def _initial_state(
     net: Any, num_envs: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
@@ -125,19 +155,23 @@ def zero_rows(
     Where a space does not begin at 0, the values are those of `first_action`.
     """
 
-    def zeros(spec: ArraySpec, space: Any = None) -> torch.Tensor:
-        first = np.zeros((T, B, *spec.shape), spec.dtype)
-        return torch.from_numpy(first + np.asarray(first_action(space), spec.dtype))
+    def zeros(spec: ArraySpec, space: gym.Space) -> torch.Tensor:
+        return _zeros(spec, T, B, space)
 
     row = row_spec(observation_space, action_space, ())
     return {
         "observation": map_nest(
             zeros, row["observation"], leaf_spaces(observation_space)
         ),
-        "reward": zeros(row["reward"]),
-        "done": zeros(row["done"]),
+        "reward": _zeros(row["reward"], T, B),
+        "done": _zeros(row["done"], T, B),
         "last_action": map_nest(zeros, row["last_action"], leaf_spaces(action_space)),
     }
+
+
+def _zeros(spec: ArraySpec, T: int, B: int, space: Any = None) -> torch.Tensor:
+    first = np.zeros((T, B, *spec.shape), spec.dtype)
+    return torch.from_numpy(first + np.asarray(first_action(space), spec.dtype))
 
 
 def _check(where: str, expected: str, got: Any) -> None:

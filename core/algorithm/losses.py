@@ -5,16 +5,18 @@ Espeholt et al. 2018 (arXiv:1802.01561), section 4.2. All losses are sums over T
 as in the authors' own code: a larger batch makes larger gradients.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from core import columns
 from core.algorithm import replay, vtrace
-from core.algorithm.counters import name_is_taken, not_a_number
+from core.algorithm.counters import not_a_number
 from core.algorithm.distributions import ActionDistribution
 from core.algorithm.gpu import wait_for
+from core.errors import ConfigError
 from core.nests import Nest, leaves, map_nest
 
 # Largest part of a batch, in bytes of observations, that a CPU processes at once.
@@ -37,16 +39,41 @@ class ImpalaLoss(NamedTuple):
     extra: dict[Any, torch.Tensor] = {}  # Shared, so never written to.
 
     def scalars(self) -> dict[Any, torch.Tensor]:
-        """Return all scalars by name, including those in `extra`.
-
-        Raises:
-          ConfigError: a name in `extra` is that of another scalar.
-        """
+        """Return all scalars by name, including those in `extra`."""
         own = self._asdict()
         extra = own.pop("extra")
-        if clash := own.keys() & {getattr(key, "name", key) for key in extra}:
-            raise name_is_taken(*clash)
         return {**extra, **own}
+
+
+# Names of numbers beside these scalars, until `batch_counts` makes columns of them.
+COUNTS = ("steps", "new_steps", "replayed_steps")
+TAKEN = {*ImpalaLoss._fields, *COUNTS, replay.LAG.name, replay.RHO.name}
+
+
+def check_loss(loss: Any, info_keys: Iterable[str]) -> None:
+    """Check the result of a `compute_loss`, which a fork may have changed.
+
+    Raises:
+      ConfigError: it is not an `ImpalaLoss`, or `total_loss` has no gradient, or a
+        column in `extra` cannot be added to the log.
+    """
+    if not isinstance(loss, ImpalaLoss):
+        raise ConfigError(
+            f"compute_loss returned a {type(loss).__name__}; expected an ImpalaLoss, "
+            "such as update.impala_loss(...)._replace(total_loss=...)"
+        )
+    total = loss.total_loss
+    if not isinstance(total, torch.Tensor) or total.ndim or not total.requires_grad:
+        got = f"a {type(total).__name__}"
+        if isinstance(total, torch.Tensor):
+            has_gradient = "with" if total.requires_grad else "without"
+            got = f"{vtrace.describe(total)} {has_gradient} a gradient"
+        raise ConfigError(
+            "compute_loss returned an ImpalaLoss whose total_loss is not one number "
+            "with a gradient: expected a tensor of shape [] (.sum() over T and B, no "
+            f"detach, no .item()), got {got}"
+        )
+    columns.check_names(loss.extra, {*TAKEN, *(f"info_{key}" for key in info_keys)})
 
 
 def compute_policy_gradient_loss(

@@ -82,8 +82,9 @@ class Learner:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])  # As torch's schedulers do.
+        self.loss = loss or compute_loss
         self.gradient: Callable[..., list[ImpalaLoss]] = functools.partial(
-            compute_gradient, flags, net, loss or compute_loss
+            compute_gradient, flags, net, self.loss
         )
         # An LSTM's kernels depend on where episodes end.
         if self.device.type == "cuda" and not flags.use_lstm:
@@ -307,6 +308,7 @@ def compute_gradient(
                 f"{', '.join(rows)}, and each output of forward that net_outputs "
                 "declares."
             ) from error
+        losses.check_loss(part, flags.info_keys)
         part.total_loss.backward()
         parts.append(part)
     return parts

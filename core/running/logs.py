@@ -11,7 +11,6 @@ import io
 import logging
 import math
 import numbers
-import re
 import shutil
 import socket
 import time
@@ -19,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.algorithm.counters import Field, as_number
+from core.algorithm.counters import as_number
+from core.columns import FIELDS, NOT_IN_A_NAME, Field, info_field
 from core.running import dashboard, terminal
 from core.running.atomic import write_atomically
-from core.running.columns import FIELDS, info_field
 from core.running.folder import lock_folder
 from core.running.log_file import CLOSE_S, LogFile, is_missing, report_lost
 from core.running.log_setup import FileHandler
@@ -183,7 +182,7 @@ class RunLog:
         values: dict[str, float | int] = {}
         for key, value in row.items():
             field = key if isinstance(key, Field) else Field(key, "-", "-")
-            name = re.sub('[\n\r",]', " ", field.name)
+            name = NOT_IN_A_NAME.sub(" ", field.name)
             if name not in self._fields and name not in self._refused:
                 new[name] = field._replace(name=name)
             if (number := _cell(name, value)) is not None:

@@ -27,9 +27,8 @@ from typing import Any
 
 import torch
 
-from core import ranks
+from core import columns, ranks
 from core.algorithm import learners
-from core.algorithm.counters import name_is_taken
 from core.algorithm.torsos import MLPTorso
 from core.algorithm.update import Learner
 from core.environments.stepping import env_seed
@@ -37,7 +36,6 @@ from core.errors import Exit, StallError
 from core.rollout import Spaces
 from core.running import (
     checkpoint,
-    columns,
     compute,
     folder,
     log_setup,
@@ -502,10 +500,7 @@ class Run:
             return
         busy = self._of_all_learners("busy", learner.busy.pop())
         stats = self._of_all_learners("columns", stats)
-        averages = learner.counts.averages.pop()
-        if clash := row.keys() & {getattr(key, "name", key) for key in averages}:
-            raise name_is_taken(*clash)
-        row |= {**averages, **stats}
+        row |= {**learner.counts.averages.pop(), **stats}
         row |= {f"{stage}_busy": share for stage, share in busy.items()}
         row["gpu_utilization"] = gpu_utilization(learner.net)
         # First, since the disk may hang.

@@ -10,12 +10,14 @@ from torch import nn
 
 import monobeast
 import polybeast
+from core.actors import prepare
+from core.algorithm import update
 from core.algorithm.distributions import ActionDistribution
-from core.algorithm.dry_run import dry_run
+from core.algorithm.dry_run import dry_run, dry_run_loss
 from core.algorithm.recurrent import unroll_lstm
 from core.environments.toys import Catch
 from core.errors import ConfigError
-from core.nests import ArraySpec
+from core.nests import ArraySpec, leaves
 from core.rollout import Spaces
 from tests.trainers.test_net import ATARI, VECTORS
 
@@ -295,3 +297,39 @@ def test_a_network_of_an_older_fork_is_told_what_is_missing():
     del net.distribution
     with pytest.raises(ConfigError, match=r"__init__ expected self\.distribution = "):
         dry_run(net, BOX, ACTIONS, OUTPUTS)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [gym.spaces.Discrete(3, start=2), gym.spaces.Box(-1.0, 1.0, (2,), np.float32)],
+    ids=["discrete", "box"],
+)
+def test_a_loss_is_tried_on_a_batch_like_those_of_the_run(action):
+    flags = monobeast.parse_flags(
+        ["--info_keys", "speed", "--replay_ratio", "1", "--use_lstm", "--disable_cuda"]
+    )
+    spaces = Spaces(VECTORS["dict"], action)
+    learner = monobeast.create_learner(flags, spaces)
+    before = {k: v.clone() for k, v in learner.net.state_dict().items()}
+    seen = {}
+
+    def loss(flags, net, rows, state):
+        seen.update(rows)
+        return update.compute_loss(flags, net, rows, state)
+
+    learner.loss = loss
+    dry_run_loss(learner, spaces)
+    outputs = monobeast.net_outputs(spaces) | learner.net.distribution.columns
+    expected, _ = prepare.rollout_specs(flags, spaces, learner.net, outputs)
+    expected["replayed"] = ArraySpec((), np.dtype(bool))
+    assert dict(leaves(expected)).keys() == dict(leaves(seen)).keys()
+    for name, spec in leaves(expected):
+        x = dict(leaves(seen))[name].numpy()
+        assert (x.shape[2:], x.dtype) == (spec.shape, spec.dtype), name
+    for name, value in learner.net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in learner.net.parameters())
+
+    learner.loss = lambda *args: update.compute_loss(*args).total_loss
+    with pytest.raises(ConfigError, match="compute_loss returned a Tensor; expected"):
+        dry_run_loss(learner, spaces)

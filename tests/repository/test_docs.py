@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from core import columns
 from core.algorithm import replay
-from core.running import columns
 
 ROOT = Path(__file__).parents[2]
 LISTED = subprocess.run(

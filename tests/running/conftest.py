@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from core.columns import FIELDS
 from core.running import logs
-from core.running.columns import FIELDS
 from tests.python import run_python
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
-from core.running import columns, dashboard, logs
+from core import columns
+from core.running import dashboard, logs
 from tests.conftest import DEADLINE_S, wait_until
 
 Image = pytest.importorskip("PIL.Image")

@@ -3,6 +3,7 @@
 
 import errno
 import faulthandler
+import functools
 import math
 import os
 import re
@@ -673,17 +674,53 @@ def test_a_fork_s_column_that_is_no_number_is_named(tmp_path, value, said):
         learn(a_run)
 
 
-@pytest.mark.parametrize("name", ["step", "learning_rate", "entropy"])
-def test_a_fork_s_column_must_not_have_the_name_of_another(tmp_path, name):
-    a_run = make_run(tmp_path)
-    gradient = a_run.learner.gradient
-    a_run.learner.gradient = lambda *args: [
-        part._replace(extra={name: 7.0}) for part in gradient(*args)
-    ]
-    with pytest.raises(ConfigError, match=f"two columns with the name {name}"):
-        with a_run.open():
-            learn(a_run)
-            a_run.log({})
+def with_column(key):
+    return lambda loss: loss._replace(extra={**loss.extra, key: 7.0})
+
+
+TAKEN = [
+    *("step", "learning_rate", "entropy", "policy_lag_mean", "mean_rho", "steps"),
+    *("grad_norm", "env_busy", "buffers_full", "replay_mean_rho", "info_speed"),
+]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        *(
+            (with_column(name), f"the log has two columns with the name {name}:")
+            for name in TAKEN
+        ),
+        (
+            with_column(counters.Field("policy_lag_mean", "1", "-")),
+            "the log has two columns with the name policy_lag_mean:",
+        ),
+        (with_column("a,b"), "a column with the name 'a,b': expected a name without c"),
+        (lambda loss: loss.total_loss, "compute_loss returned a Tensor; expected an I"),
+        (
+            lambda loss: loss._replace(total_loss=loss.total_loss.detach()),
+            r"expected .*, got float32\[\] without a gradient$",
+        ),
+        (
+            lambda loss: loss._replace(total_loss=loss.total_loss.expand(5)),
+            r"expected .*, got float32\[5\] with a gradient$",
+        ),
+        (lambda loss: loss._replace(total_loss=0.5), "expected .*, got a float$"),
+    ],
+)
+def test_a_fork_s_loss_that_does_not_fit_is_refused_at_the_first_update(
+    tmp_path, change, said
+):
+    flags = (a_run := make_run(tmp_path, "--info_keys", "speed")).flags
+
+    def loss(*args):
+        return change(update.compute_loss(*args))
+
+    a_run.learner.gradient = functools.partial(
+        update.compute_gradient, flags, a_run.learner.net, loss
+    )
+    with pytest.raises(ConfigError, match=said):
+        learn(a_run)
 
 
 def main(argv: list[str]) -> int:

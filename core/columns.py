@@ -1,9 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of logs.csv: name, unit and meaning of each."""
+"""The columns of logs.csv: name, unit and meaning of each. The loss may add others."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from core.algorithm.counters import Field
+from core.errors import ConfigError
+
+
+class Field(NamedTuple):
+    """A column of logs.csv."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+# Not allowed in the name of a column: logs.csv is read and written line by line.
+NOT_IN_A_NAME = re.compile('[\n\r",]')
 
 # The columns of logs.csv in their order. "Since the last row" means over all updates
 # between two rows. A test holds the table in docs/logs-and-columns.md equal to this.
@@ -174,6 +188,7 @@ FIELDS = (
     ),
     Field("rss_mb", "MB", "resident memory of the main process"),
 )
+NAMES = frozenset(field.name for field in FIELDS)
 
 
 # How columns about actors and servers are combined over several learners.
@@ -203,3 +218,27 @@ def info_field(key: str) -> Field:
     return Field(
         f"info_{key}", "-", f"info[{key!r}] of the environment, mean since the last row"
     )
+
+
+def check_names(keys: Iterable[Any], taken: Iterable[str]) -> None:
+    """Check the names of the columns that a loss adds to the log.
+
+    Args:
+      keys: names, or a `Field` each.
+      taken: the names of other columns, besides those of FIELDS.
+
+    Raises:
+      ConfigError: a name is that of another column, or has a comma, a double quote or a
+        line break.
+    """
+    for name in (key.name if isinstance(key, Field) else key for key in keys):
+        if name in NAMES or name in taken:
+            raise ConfigError(
+                f"the log has two columns with the name {name}: give the one in the "
+                "loss's extra another name"
+            )
+        if NOT_IN_A_NAME.search(name):
+            raise ConfigError(
+                f"the loss's extra has a column with the name {name!r}: expected a "
+                "name without commas, double quotes and line breaks"
+            )
