@@ -377,9 +377,11 @@ class Actor:
         T = self.buffers.unroll_length
         for t in range(T):
             version = self._fetch()
-            outputs, self.state = self.net(as_tensors(row), self.state)
+            rows = as_tensors(row)
+            outputs, self.state = self.net(rows, self.state)
             row = self.buffers.row(index, t + 1)
-            outputs |= self.net.distribution.draw(outputs["policy_logits"])
+            logits = outputs["policy_logits"]
+            outputs |= self.net.distribution.draw(logits, inputs=rows)
             for key in self.agent_keys:
                 map_nest(copy_output, row[key], outputs[key])
             row["policy_version"][...] = version
@@ -613,9 +615,10 @@ def test(flags: argparse.Namespace) -> Exit:
     def policy(net: Net) -> evaluation.Policy:
         @torch.inference_mode()
         def act(row: Nest, state: Any) -> tuple[Nest, Any]:
-            outputs, state = net(as_tensors(row), state)
+            rows = as_tensors(row)
+            outputs, state = net(rows, state)
             chosen = net.distribution.draw(
-                outputs["policy_logits"], greedy=flags.greedy
+                outputs["policy_logits"], inputs=rows, greedy=flags.greedy
             )
             return map_nest(lambda x: x[0].numpy(), chosen["action"]), state
 

@@ -418,18 +418,22 @@ def inference(
             trace.span("inference"),
             busy.measure("inference", workers=flags.num_inference_threads),
         ):
+            rows, agent_state = batch.get_inputs()
             with in_stream(stream):
                 version = weights.fetch(net, version)
                 outputs, agent_state = map_nest(
                     lambda x: x.to("cpu", non_blocking=True),
-                    forward(*batch.get_inputs()),
+                    forward(rows, agent_state),
                 )
-            choose_actions(outputs, net.distribution, version)
+            choose_actions(outputs, net.distribution, version, rows)
             batch.set_outputs((outputs, agent_state))
 
 
 def choose_actions(
-    outputs: dict[str, Nest], distribution: ActionDistribution, version: int
+    outputs: dict[str, Nest],
+    distribution: ActionDistribution,
+    version: int,
+    rows: Nest = (),
 ) -> None:
     """Add the actions, and the version of the weights that chose them, to `outputs`.
 
@@ -439,8 +443,9 @@ def choose_actions(
     Args:
       outputs: Net's outputs for N rows, [1, N, ...].
       version: the version of Net's weights.
+      rows: Net's inputs, which the error names if no action can be drawn.
     """
-    outputs |= distribution.draw(outputs["policy_logits"])
+    outputs |= distribution.draw(outputs["policy_logits"], inputs=rows)
     outputs["policy_version"] = torch.full(outputs["baseline"].shape, version)
 
 
@@ -663,7 +668,7 @@ def test(flags: argparse.Namespace) -> Exit:
             )
             outputs, state = net(rows, state)
             chosen = net.distribution.draw(
-                outputs["policy_logits"], greedy=flags.greedy
+                outputs["policy_logits"], inputs=rows, greedy=flags.greedy
             )
             return map_nest(lambda x: x[0].numpy(), chosen["action"]), state
 

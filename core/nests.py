@@ -55,6 +55,12 @@ def map_nest(fn: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
     return fn(nest, *others)
 
 
+def not_finite(nest: Nest) -> list[str]:
+    """Return the names of the arrays (or CPU tensors) that have NaN or infinity."""
+    arrays = ((name, np.asarray(leaf)) for name, leaf in leaves(nest))
+    return [x for x, a in arrays if a.dtype.kind == "f" and not np.isfinite(a).all()]
+
+
 def unflatten(values: Iterable[Any], nest: Nest) -> Nest:
     """Return a nest like `nest`, with the next of `values` in place of each leaf."""
     rest = iter(values)

@@ -34,11 +34,13 @@ import torch
 import torch.nn.functional as F
 
 from core.action_spaces import category_sizes, check_actions
-from core.nests import ArraySpec, Nest, leaves, map_nest
+from core.nests import ArraySpec, Nest, leaves, map_nest, not_finite
 from core.rollout import leaf_spaces, spec_of
 
 # A Box with bounds beyond this counts as unbounded, like one with infinite bounds.
 LARGEST_BOUND = 1e6
+
+NOT_FINITE = "no action can be sampled: the policy's logits are not finite"
 
 
 class Distribution(Protocol):
@@ -88,7 +90,7 @@ class Categorical:
         # In float64: float32 cannot hold the sum of two rows whose actions are all
         # ruled out.
         if not math.isfinite(best.sum(dtype=torch.float64)):
-            raise _not_finite()
+            raise FloatingPointError(NOT_FINITE)
         return index
 
     def mode(self, logits: torch.Tensor) -> torch.Tensor:
@@ -171,13 +173,20 @@ class DiagonalGaussian:
 
 def _check_finite(parameters: torch.Tensor) -> None:
     if not torch.isfinite(parameters).all():
-        raise _not_finite()
+        raise FloatingPointError(NOT_FINITE)
 
 
-def _not_finite() -> FloatingPointError:
-    return FloatingPointError(
-        "no action can be sampled: the policy's logits are not finite. The weights of "
-        "a run are always finite, so check the environment's observations and rewards."
+def _find_cause(inputs: Nest) -> str:
+    """Say why logits are not finite. The weights of a run are always finite."""
+    if bad := not_finite(inputs):
+        return (
+            f"Not finite in the network's inputs: {', '.join(bad)}. So check the "
+            "environment's observations and rewards."
+        )
+    return (
+        "The network's inputs and weights are finite. So look into Net.forward for a "
+        "logarithm, a division or a square root, and into the inputs for numbers that "
+        "are too large."
     )
 
 
@@ -231,12 +240,13 @@ class ActionDistribution:
             self.columns["sample"] = ArraySpec((self.size,), np.dtype(np.float32))
 
     def draw(
-        self, parameters: torch.Tensor, *, greedy: bool = False
+        self, parameters: torch.Tensor, *, inputs: Nest = (), greedy: bool = False
     ) -> dict[str, Nest]:
         """Choose actions on the CPU, at random or (`greedy`) the most probable ones.
 
         Args:
           parameters: [T, B, P] float32.
+          inputs: what the network computed them from, for the error message.
 
         Returns:
           `action`, a nest of [T, B, ...] with the structure and dtypes of the space.
@@ -246,10 +256,13 @@ class ActionDistribution:
         Raises:
           FloatingPointError: the parameters are not finite.
         """
-        drawn = [
-            part.mode(p) if greedy else part.sample(p)
-            for part, (p,) in self._split(parameters)
-        ]
+        try:
+            drawn = [
+                part.mode(p) if greedy else part.sample(p)
+                for part, (p,) in self._split(parameters)
+            ]
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{error}. {_find_cause(inputs)}") from None
         if self.is_discrete:
             action = drawn[0].squeeze(-1)
             return {"action": action + self._first if self._first else action}

@@ -5,10 +5,10 @@ Espeholt et al. 2018 (arXiv:1802.01561), section 4.2. All losses are sums over T
 as in the authors' own code: a larger batch makes larger gradients.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from core import columns
@@ -17,7 +17,7 @@ from core.algorithm.counters import not_a_number
 from core.algorithm.distributions import ActionDistribution
 from core.algorithm.gpu import wait_for
 from core.errors import ConfigError
-from core.nests import Nest, leaves, map_nest
+from core.nests import Nest, leaves, map_nest, not_finite
 
 # Largest part of a batch, in bytes of observations, that a CPU processes at once.
 PIECE_BYTES = 9 * 2**19
@@ -218,15 +218,22 @@ def target_moments(sums: Mapping[Any, float], num_steps: int) -> tuple[float, fl
     return mean, max(0.0, sums["target_square"] / max(num_steps, 1) - mean**2)
 
 
-def describe_not_finite(batch: Nest) -> str:
-    """Name the parts of a batch that are not finite, as a sentence."""
-    bad = [
-        name
-        for name, x in leaves({k: v for k, v in batch.items() if k != "info"})
-        if x.dtype.kind == "f" and not np.isfinite(x).all()
+def describe_not_finite(batch: Nest, sums: Mapping[Any, float]) -> str:
+    """Name what is not finite in a batch and in its `sum_scalars`; say what to do."""
+    in_batch = not_finite({k: v for k, v in batch.items() if k != "info"})
+    in_loss = [
+        key.name if isinstance(key, columns.Field) else key
+        for key, value in sums.items()
+        if key != "grad_norm" and not math.isfinite(value)
     ]
+    loss = f"In the loss: {', '.join(in_loss) or 'nothing, but in its gradient'}."
+    if in_batch:
+        return (
+            f"Not finite in the batch: {', '.join(in_batch)}. {loss} Check the "
+            "environment's observations and rewards."
+        )
     return (
-        f"not finite in the batch: {', '.join(bad)}."
-        if bad
-        else "the batch itself is finite."
+        f"Not finite in the batch: nothing. {loss} Lower --learning_rate, check the "
+        "environment's rewards for numbers that are too large, or look into the loss "
+        "and Net.forward for a logarithm, a division or a square root."
     )

@@ -200,6 +200,7 @@ class Learner:
           FloatingPointError: this was the last of MAX_BAD_UPDATES updates in a row that
             were left out.
         """
+        all_sums = dict(sums)  # `add` removes some.
         self.step += self.counts.add(batch, sums, self.updates, is_learned=is_finite)
         if is_finite:
             self.updates += 1
@@ -209,12 +210,11 @@ class Learner:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= MAX_BAD_UPDATES:
             self.failed = True
-            bad = losses.describe_not_finite(batch)
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} updates in a row had a loss "
                 f"({sums['total_loss']}) or gradient norm ({sums['grad_norm']}) that "
-                f"is not finite; {bad} The weights are as they were before. Lower "
-                "--learning_rate, or check the environment's observations and rewards."
+                "is not finite. The weights are as they were before. "
+                f"{losses.describe_not_finite(batch, all_sums)}"
             )
 
     def _meet_learners(self, learners: Learners) -> None:

@@ -242,8 +242,12 @@ def test_parameters_that_are_not_finite_are_refused(name, number):
     distribution = ActionDistribution(SPACES[name])
     parameters = torch.zeros(1, 2, distribution.num_parameters)
     parameters[0, 1, -1] = number
-    with pytest.raises(FloatingPointError, match="logits are not finite"):
-        distribution.draw(parameters)
+    inputs = {"observation": {"a": torch.zeros(1, 2), "b": torch.ones(1, 2).long()}}
+    with pytest.raises(FloatingPointError, match=r"inputs and weights are .* Net\.for"):
+        distribution.draw(parameters, inputs=inputs)
+    inputs["observation"]["a"][0, 1] = number
+    with pytest.raises(FloatingPointError, match=r"inputs: observation/a\. So check"):
+        distribution.draw(parameters, inputs=inputs)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import monobeast
 import polybeast
 from core.actors import prepare
-from core.algorithm import losses
+from core.algorithm import losses, update
 from core.algorithm.update import Learner
 from core.environments.stepping import env_seed
 from core.environments.toys import Catch
@@ -290,12 +290,43 @@ def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run(
     for _ in range(9):
         learner.update(bad, ())
     assert (learner.updates, learner.skipped) == (1, 9)
-    with pytest.raises(FloatingPointError, match="10 .* batch: observation"):
+    said = r"10 .* batch: observation\. In the loss: total_loss, .* Check the env"
+    with pytest.raises(FloatingPointError, match=said):
         learner.update(bad, ())
     learner.update(bad, ())  # By another thread: no second failure.
     assert learner.skipped == 10
     for name, weight in learner.net.state_dict().items():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "fn, said",
+    [
+        (lambda x: x.log(), "In the loss: total_loss, baseline_loss. Lower"),
+        (lambda x: x.sqrt(), "In the loss: nothing, but in its gradient. Lower"),
+    ],
+)
+def test_a_loss_that_is_not_finite_by_itself_is_told_where_to_look(fn, said):
+    flags = make_flags("Catch", "--num_actors", "1")
+    flags.batch_size = E
+    with Pool(flags) as pool:
+        rollout = pool.next_rollout()
+    net = monobeast.create_net(flags, monobeast.read_spaces(flags))
+
+    def loss(*args):
+        loss = update.compute_loss(*args)
+        part = fn(next(net.parameters()).sum() * 0)
+        return loss._replace(
+            total_loss=loss.total_loss + part, baseline_loss=part.detach()
+        )
+
+    learner = Learner(flags, net, [torch.optim.SGD(net.parameters())], loss)
+    learner.skipped_in_a_row = update.MAX_BAD_UPDATES - 1
+    with pytest.raises(FloatingPointError) as caught:
+        learner.update(rollout, ())
+    text = str(caught.value)
+    assert f"Not finite in the batch: nothing. {said}" in text
+    assert "look into the loss and Net.forward" in text
 
 
 class OwnNet(monobeast.Net):
