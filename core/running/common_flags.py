@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from core import ranks
+from core import flag_types, ranks
 from core.flag_types import folder_path, int_at_least, names, number, to_argv
 from core.rollout import new_rollouts
 from core.running import folder
@@ -414,9 +414,9 @@ def parse(
 ) -> argparse.Namespace:
     """Parse the command line of a trainer.
 
-    In the test modes, the flags of the network and of the environment default to those
-    in the run's meta.json. `env` is None if --env is not given and other programs run
-    the environment servers: then the servers name the environment.
+    In the test modes, flags default to those in the run's meta.json, also flags of a
+    fork, except for `flags_to_train`. `env` is None if --env is not given and other
+    programs run the environment servers: then the servers name the environment.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     flags = parser.parse_args(argv)
@@ -437,13 +437,12 @@ def parse(
     meta = folder.read_meta(run_dir)
     trained = meta["flags"]
     # The options of a remote server override the recorded flags of the environment.
-    used = {**trained, **meta.get("env_options", {})}
-    declared = {a.dest: a for a in environment_flags() if a.dest in used}
-    keep = {key: used[key] for key in declared if key not in ATARI_FLAGS}
-    for key in ("env", *NETWORK_FLAGS, "precision", "reward_clipping"):
-        if key in trained:
-            keep[key] = trained[key]
-    parser.set_defaults(**keep)
+    told = meta.get("env_options", {})
+    told = {a.dest: told[a.dest] for a in environment_flags() if a.dest in told}
+    used = {**trained, **told}
+    declared = {a.dest: a for a in parser._actions if a.dest in used}
+    keep = declared.keys() - flags_to_train() - {*ATARI_FLAGS}
+    parser.set_defaults(**{key: used[key] for key in keep})
     if flags.atari_protocol is None:  # If given, it defines all Atari options.
         # They are parsed as command line flags, which gives them the right types. argv
         # overrides them.
@@ -454,6 +453,18 @@ def parse(
     if flags.precision == "auto":  # Older runs used float32 and did not record it.
         flags.precision = trained.get("precision", "float32")
     return flags
+
+
+def flags_to_train() -> set[str]:
+    """Return the names of the flags that a test does not take from the run.
+
+    These are the flags of the group "run", those that only one of the two programs has,
+    and the numbers of actors, threads and cores.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    add_run_flags(parser)
+    sizes = {"num_actors", "num_learner_threads", "learner_cores"}
+    return sizes.union((a.dest for a in parser._actions), *flag_types.ONLY_IN.values())
 
 
 def run_dir_to_test(flags: argparse.Namespace) -> Path:

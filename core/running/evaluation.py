@@ -22,8 +22,9 @@ from core.environments.stepping import Environments
 from core.errors import ConfigError, EnvError, MakeError
 from core.nests import Nest
 from core.rollout import Spaces
-from core.running import checkpoint, common_flags, dashboard
+from core.running import checkpoint, common_flags, dashboard, folder
 from core.running.randomness import seed_rng
+from core.running.resume import name_changed_flags
 from core.running.unit import limit_calls
 
 # Maps (row [1, ...], recurrent state) to (actions [1, ...], new recurrent state).
@@ -250,7 +251,10 @@ def test_run(
         stack.enter_context(contextlib.closing(envs))
         check_spaces(envs.observation_space, envs.action_space)
         net = create_net(Spaces(envs.observation_space, envs.action_space))
-        net.load_state_dict(checkpoint.weights_for(net, found))
+        # A published checkpoint has few flags, but its meta.json has all.
+        recorded = folder.recorded_meta(run_dir).get("flags", {})
+        with name_changed_flags(flags, recorded):
+            net.load_state_dict(checkpoint.weights_for(net, found))
         net.eval()  # No dropout. In a run, actors and learner are in training mode.
         env = env_options(envs.envs[0]).get("create_env", flags.env)
         print(f"Playing {flags.num_episodes} games of {env} with {found.path}")

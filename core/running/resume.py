@@ -2,7 +2,9 @@
 """Save the state of a training run in a checkpoint, and resume the run from it."""
 
 import argparse
+import contextlib
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from core.algorithm.update import Learner
 from core.errors import ConfigError
 from core.nests import Nest, map_nest
 from core.running import checkpoint, optimizer_state
-from core.running.common_flags import NETWORK_FLAGS
+from core.running.common_flags import NETWORK_FLAGS, flags_to_train
 from core.running.randomness import restore_rng, rng_state
 
 log = logging.getLogger(__name__)
@@ -85,20 +87,16 @@ class Snapshots:
                     f"--{key} as it was."
                 )
         model = found.tensors["model"]
-        checkpoint.check_tensors(learner.net.state_dict(), model)
-        learner.net.load_state_dict(model)
-        changes = self._restore_optimizers(found)
+        with name_changed_flags(flags, state["flags"]):
+            checkpoint.check_tensors(learner.net.state_dict(), model)
+            learner.net.load_state_dict(model)
+            changes = self._restore_optimizers(found)
         learner.restore(state["learner"])
         restore_rng(state["rng"], found.tensors["rng"])
         log.info("Run %s goes on from step %d", flags.xpid, learner.step)
         if flags.init_from is not None:
             log.info("  --init_from %s is ignored: the run resumes", flags.init_from)
-        ours = ranks.flags_of_run(vars(flags))
-        for key, old in state["flags"].items():
-            new = plain(ours.get(key, old))
-            if new != old:
-                log.info("  --%s was %s and is now %s", key, old, new)
-        for line in changes:
+        for line in (*changed_flags(flags, state["flags"]).values(), *changes):
             log.info("  %s", line)
 
     def _restore_optimizers(self, found: checkpoint.Checkpoint) -> list[str]:
@@ -161,6 +159,38 @@ class Snapshots:
             if key in theirs and theirs[key] != getattr(self._flags, key)
         ]
         return checkpoint.printable("".join(differences))
+
+
+def changed_flags(
+    flags: argparse.Namespace, recorded: Mapping[str, Any]
+) -> dict[str, str]:
+    """Describe each flag whose value is not the recorded one, by name."""
+    ours = ranks.flags_of_run(vars(flags))
+    return {
+        key: f"--{key} was {old} and is now {new}"
+        for key, old in recorded.items()
+        if (new := plain(ours.get(key, old))) != old
+    }
+
+
+@contextlib.contextmanager
+def name_changed_flags(
+    flags: argparse.Namespace, recorded: Mapping[str, Any]
+) -> Iterator[None]:
+    """If a checkpoint does not fit, name the flags that may be the reason.
+
+    Args:
+      recorded: the flags in the checkpoint, or in meta.json.
+    """
+    try:
+        yield
+    except checkpoint.CheckpointMismatch as error:
+        changes = changed_flags(flags, recorded)
+        lines = [changes[key] for key in changes if key not in flags_to_train()]
+        why = "No flag has changed since then, but the code or the environment has."
+        if lines:
+            why = checkpoint.printable(f"Since then {'; '.join(lines)}.")
+        raise checkpoint.CheckpointMismatch(f"{error}. {why}") from None
 
 
 def plain(value: Any) -> Any:

@@ -542,6 +542,37 @@ def test_another_number_of_optimizers_is_told(tmp_path, monkeypatch):
         make_run(tmp_path).resume()
 
 
+@pytest.mark.parametrize(
+    "argv, why",
+    [
+        ("--discounting 0.9 --seed 4", "Since then --discounting was 0.99 and is now "),
+        ("", "No flag has changed since then, but the code or the environment has."),
+    ],
+)
+def test_weights_that_do_not_fit_are_told_with_the_flags_that_changed(
+    tmp_path, monkeypatch, argv, why
+):
+    with (old := make_run(tmp_path, "--seed", "3")).open():
+        old.record({})
+    create_net = monobeast.create_net
+
+    def create_wide_net(flags, spaces):
+        net = create_net(flags, spaces)
+        net.baseline = torch.nn.Linear(net.baseline.in_features + 1, 1)
+        return net
+
+    monkeypatch.setattr(monobeast, "create_net", create_wide_net)
+    again = make_run(tmp_path, "--seed", "3", *argv.split())
+    flags = ["--mode", "test", "--savedir", str(tmp_path), "--xpid", "x"]
+    tested = monobeast.parse_flags([*flags, *argv.split()])
+    for call in (again.resume, lambda: monobeast.test(tested)):
+        with pytest.raises(checkpoint.CheckpointMismatch) as caught:
+            call()
+        text = str(caught.value)
+        assert "baseline.weight: file [1," in text and f". {why}" in text
+        assert "seed" not in text
+
+
 class CountingRMSprop(torch.optim.RMSprop):
     """Keeps state in its groups' options, as schedule-free optimizers do."""
 

@@ -470,6 +470,22 @@ def test_testing_takes_over_what_the_network_and_environment_depend_on(
     assert flags.frame_skip is None
 
 
+def test_testing_takes_over_a_flag_of_a_fork(program, trained, tmp_path, monkeypatch):
+    make_parser = program.make_parser
+
+    def make_forked_parser():
+        parser = make_parser()
+        parser.add_argument("--hidden", type=int, default=128)
+        return parser
+
+    monkeypatch.setattr(program, "make_parser", make_forked_parser)
+    trained("--xpid a --env Catch --hidden 64 --batch_size 8 --seed 3 --num_actors 2")
+    flags = parse_test(program, tmp_path)
+    assert (flags.hidden, flags.batch_size) == (64, 8)
+    assert (flags.mode, flags.seed) == ("test", None)
+    assert parse_test(program, tmp_path, "--hidden 32").hidden == 32
+
+
 MACHADO = {
     "atari_protocol": "machado",
     **atari_wrappers.options_of({"atari_protocol": "machado", "frame_skip": 5}),
