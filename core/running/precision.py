@@ -68,14 +68,16 @@ def best_precision(
 ) -> tuple[str, str]:
     """Return the format that suits a new run, and the reason."""
     observation_space, _ = split_mask(observation_space)
+    chosen = f"--model {model}"
     if model == "auto":
         model = model_for(observation_space)
+        chosen = f"--model auto means {model} for this observation, which"
     # If a fork has its own torso, this function does not see it, and decides by the one
     # that --model names.
     if not issubclass(TORSOS[model], ImageTorso):
         return "float32", (
-            f"--model {model} has no convolutions, and bfloat16 would round the "
-            "numbers that it reads"
+            f"{chosen} has no convolutions, and bfloat16 would round the numbers that "
+            "it reads. A torso of your own that has some needs --precision bfloat16"
         )
     names = []
     for device in dict.fromkeys(devices):
