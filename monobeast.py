@@ -66,7 +66,7 @@ from core.actors.shared_memory import (
 from core.algorithm import gpu
 from core.algorithm.action_layers import ActionFeatures, PolicyHead
 from core.algorithm.distributions import ActionDistribution, mask_logits
-from core.algorithm.dry_run import dry_run, dry_run_loss
+from core.algorithm.dry_run import dry_run, dry_run_loss, explain_create_net
 from core.algorithm.normalization import InputNorm, PopArt, normalized
 from core.algorithm.recurrent import create_lstm, unroll_lstm
 from core.algorithm.replay import Replay, create_replay
@@ -494,7 +494,8 @@ def train(flags: argparse.Namespace) -> Exit:
         # The devices of the learner and of the actors.
         torso_devices = ("cuda" if has_gpu(flags) else "cpu", "cpu")
         flags = settle_precision(flags, run_dir, spaces.observation, *torso_devices)
-        learner = create_learner(flags, spaces)
+        with explain_create_net():
+            learner = create_learner(flags, spaces)
         outputs = net_outputs(spaces)
         dry_run(learner.net, spaces.observation, spaces.action, outputs)
         dry_run_loss(learner, spaces)

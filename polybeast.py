@@ -64,7 +64,7 @@ from core.action_spaces import split_mask
 from core.algorithm import counters
 from core.algorithm.action_layers import ActionFeatures, PolicyHead
 from core.algorithm.distributions import ActionDistribution, mask_logits
-from core.algorithm.dry_run import dry_run, dry_run_loss
+from core.algorithm.dry_run import dry_run, dry_run_loss, explain_create_net
 from core.algorithm.gpu import (
     Graphs,
     allocate_page_locked,
@@ -517,7 +517,8 @@ def train_with(
         spaces = Spaces(welcome.observation, welcome.action)
         torso_devices = (flags.learner_device, flags.actor_device)
         flags = settle_precision(flags, run_dir, spaces.observation, *torso_devices)
-        learner = create_learner(flags, spaces)
+        with explain_create_net():
+            learner = create_learner(flags, spaces)
         outputs = net_outputs(spaces)
         dry_run(
             learner.net, spaces.observation, spaces.action, outputs, stores_all=True

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tries a network and its loss on rows of zeros, before the run starts."""
 
+import contextlib
 import copy
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -43,6 +45,7 @@ def dry_run(
         for each row of each environment.
 
     Raises:
+      RuntimeError: `net` raised an error, which is the cause of this one.
       ConfigError: outputs or recurrent state have another structure, shape or dtype, or
         `net` writes to its inputs. The message names what was expected and what was
         returned.
@@ -60,7 +63,8 @@ def dry_run(
         rows["done"][1:2, 0] = True
         rows = map_nest(lambda x: x.to(device), rows)
         versions = [(name, x, x._version) for name, x in leaves(rows)]
-        result = net(rows, state)
+        with _explain_forward(rows):
+            result = net(rows, state)
         for name, x, version in versions:
             if x._version != version:  # MonoBeast's actors give it the rollout itself.
                 where = f"forward has an operation in place on its input {name!r}:"
@@ -94,6 +98,43 @@ def dry_run(
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
             used = [got[name] for name in outputs if got[name].requires_grad]
             torch.stack([x.sum() for x in used]).sum().backward()
+
+
+@contextlib.contextmanager
+def _explain_forward(rows: Nest) -> Iterator[None]:
+    """If `forward` fails, say what its rows have. The traceback shows both errors."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{name} {_describe(x)}" for name, x in leaves(rows))
+        raise RuntimeError(
+            f"the network: forward failed before the run, on rows of zeros that have "
+            f"{shapes} (a/b is the key b of the Dict a): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def explain_create_net() -> Iterator[None]:
+    """If the arguments of a call in `create_net` are wrong, say what to change.
+
+    Raises:
+      ConfigError: instead of Python's TypeError.
+    """
+    try:
+        yield
+    except TypeError as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if last.name != "create_net":  # A function that it calls has failed.
+            raise
+        raise ConfigError(
+            f"the network: {error}. create_net ({last.filename}, line {last.lineno}) "
+            "passes the observation space, the action space, and options that follow "
+            "from flags, by name. Let Net.__init__ take all of them (or **options), or "
+            "change create_net."
+        ) from error
 
 
 def dry_run_loss(learner: Learner, spaces: Spaces) -> None:

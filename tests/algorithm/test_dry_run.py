@@ -13,7 +13,7 @@ import polybeast
 from core.actors import prepare
 from core.algorithm import update
 from core.algorithm.distributions import ActionDistribution
-from core.algorithm.dry_run import dry_run, dry_run_loss
+from core.algorithm.dry_run import dry_run, dry_run_loss, explain_create_net
 from core.algorithm.recurrent import unroll_lstm
 from core.environments.toys import Catch
 from core.errors import ConfigError
@@ -240,8 +240,33 @@ def test_a_network_that_cannot_go_past_the_end_of_an_episode_is_found():
                 raise NotImplementedError("an episode begins in the midst")
             return super().forward(rows, core_state)
 
-    with pytest.raises(NotImplementedError, match="in the midst"):
+    with pytest.raises(RuntimeError, match="in the midst") as caught:
         dry_run(OneEpisode(), BOX, ACTIONS, OUTPUTS)
+    assert isinstance(caught.value.__cause__, NotImplementedError)
+
+
+def test_a_network_that_fails_is_told_what_its_rows_have():
+    space = gym.spaces.Dict({"x": BOX, "n": gym.spaces.Discrete(3)})
+    with pytest.raises(RuntimeError, match="forward failed before the run") as caught:
+        dry_run(Tiny(), space, ACTIONS, OUTPUTS)  # It expects no Dict.
+    text = str(caught.value)
+    assert "observation/n int64[1,1], observation/x float32[1,1,11], reward fl" in text
+
+
+def test_a_network_without_the_options_of_create_net_is_told_them(monkeypatch):
+    class Bare(Tiny):
+        def __init__(self, observation_space, action_space):
+            super().__init__()
+
+    flags, spaces = monobeast.parse_flags(["--env", "Catch"]), Spaces(BOX, ACTIONS)
+    monkeypatch.setattr(monobeast, "Net", Bare)
+    with pytest.raises(ConfigError) as caught, explain_create_net():
+        monobeast.create_learner(flags, spaces)
+    text = str(caught.value)
+    assert "unexpected keyword argument 'model'. create_net (" in text
+    assert "Let Net.__init__ take all of them" in text
+    with pytest.raises(TypeError, match="^a mistake$"), explain_create_net():
+        raise TypeError("a mistake")  # Elsewhere.
 
 
 @pytest.mark.parametrize("use_lstm", [False, True])
