@@ -155,7 +155,7 @@ def measure_inference(
     batch = Batch(map_nest(torch.from_numpy, inputs))
     net = net.to(device)
     weights = polybeast.Weights(net, device)
-    if net.bfloat16:
+    if net.use_bfloat16:
         net.torso.bfloat16()
     figures = {}
 
