@@ -140,13 +140,15 @@ def explain_create_net() -> Iterator[None]:
 def dry_run_loss(learner: Learner, spaces: Spaces) -> None:
     """Compute the gradient of the learner's loss, on a copy of its network.
 
-    Call `dry_run` first. The batch has the keys of a batch in a run. Its values are
-    zeros, except the network's outputs.
+    Call `dry_run` first. The batch has the keys of a batch in a run, and as many rows.
+    Its values are zeros, except the network's outputs.
 
     Raises:
       ConfigError: the loss is none that an update can use.
     """
-    flags, device, (T, B) = learner.flags, learner.device, SIZES[-1]
+    flags, device = learner.flags, learner.device
+    # A loss may use flags.unroll_length, but on a CPU it gets a part of the B rollouts.
+    T, B = flags.unroll_length + 1, min(2, flags.batch_size)
     net = copy.deepcopy(learner.net).to(device)
     state = _initial_state(net, B, device)
     spec = row_spec(spaces.observation, spaces.action, tuple(flags.info_keys))

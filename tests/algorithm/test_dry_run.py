@@ -332,6 +332,7 @@ def test_a_network_of_an_older_fork_is_told_what_is_missing():
 def test_a_loss_is_tried_on_a_batch_like_those_of_the_run(action):
     flags = monobeast.parse_flags(
         ["--info_keys", "speed", "--replay_ratio", "1", "--use_lstm", "--disable_cuda"]
+        + ["--batch_size", "2", "--unroll_length", "7"]
     )
     spaces = Spaces(VECTORS["dict"], action)
     learner = monobeast.create_learner(flags, spaces)
@@ -351,6 +352,7 @@ def test_a_loss_is_tried_on_a_batch_like_those_of_the_run(action):
     for name, spec in leaves(expected):
         x = dict(leaves(seen))[name].numpy()
         assert (x.shape[2:], x.dtype) == (spec.shape, spec.dtype), name
+        assert x.shape[0] == flags.unroll_length + 1 and x.shape[1] <= 2, name
     for name, value in learner.net.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in learner.net.parameters())
