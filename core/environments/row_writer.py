@@ -138,7 +138,7 @@ class RowWriter:
         fits = np.can_cast(array.dtype, spec.dtype, casting="same_kind")
         if array.shape != spec.shape or not fits:
             raise self._error(k, name, str(spec), value)
-        if spec.dtype.kind in "iu":
+        if spec.dtype.kind in "iu" and array.dtype != spec.dtype:
             wrong = array[array.astype(spec.dtype) != array]
             if wrong.size:
                 raise EnvValueError(
