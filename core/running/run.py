@@ -174,12 +174,16 @@ class Run:
         if self.found is not None:
             self._restore(self.found)
         elif self._has_folder and self.recorded.get("starts"):
+            why = "Nothing is saved (--disable_checkpoint)."
+            if not self.flags.disable_checkpoint:
+                interval_s = f"{self.flags.checkpoint_interval_s:g} s"
+                why = f"A run writes a checkpoint every {interval_s} "
+                why += "(--checkpoint_interval_s), and when it ends."
             log.warning(
                 "Run %s was started before, but has no checkpoint: it begins again at "
-                "step 0. A run writes a checkpoint every %g s "
-                "(--checkpoint_interval_s), and when it ends.",
+                "step 0. %s",
                 self.flags.xpid,
-                self.flags.checkpoint_interval_s,
+                why,
             )
         if self._others is not None:
             self._others.share_weights(self.learner.net)

@@ -284,11 +284,21 @@ def test_an_update_that_does_not_end_holds_up_neither_checkpoint_nor_end(
     assert learner.counts.rows == {"learned": 50, "stale": 0, "unused": 50}
 
 
-def test_a_run_that_begins_again_without_a_checkpoint_says_so(tmp_path, caplog):
+@pytest.mark.parametrize(
+    "argv, why",
+    [
+        ([], "A run writes a checkpoint every 600 s (--checkpoint_interval_s), and"),
+        (["--disable_checkpoint"], "Nothing is saved (--disable_checkpoint)."),
+    ],
+)
+def test_a_run_that_begins_again_without_a_checkpoint_says_so(
+    tmp_path, caplog, argv, why
+):
     for is_second in (False, True):
-        a_run = make_run(tmp_path)
+        a_run = make_run(tmp_path, *argv)
         assert a_run.resume() is None
-        assert ("it begins again at step 0" in caplog.text) == is_second
+        said = f"it begins again at step 0. {why}" in caplog.text
+        assert said == is_second
         a_run.record({})
 
 
