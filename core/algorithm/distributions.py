@@ -178,6 +178,8 @@ def _check_finite(parameters: torch.Tensor) -> None:
 
 def _find_cause(inputs: Nest) -> str:
     """Say why logits are not finite. The weights of a run are always finite."""
+    if not any(True for _ in leaves(inputs)):
+        return "Check the environment's observations and rewards, and Net.forward."
     if bad := not_finite(inputs):
         return (
             f"Not finite in the network's inputs: {', '.join(bad)}. So check the "
@@ -246,7 +248,8 @@ class ActionDistribution:
 
         Args:
           parameters: [T, B, P] float32.
-          inputs: what the network computed them from, for the error message.
+          inputs: what the network computed them from, for the error message; (): not
+            known.
 
         Returns:
           `action`, a nest of [T, B, ...] with the structure and dtypes of the space.

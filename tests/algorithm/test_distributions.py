@@ -248,6 +248,9 @@ def test_parameters_that_are_not_finite_are_refused(name, number):
     inputs["observation"]["a"][0, 1] = number
     with pytest.raises(FloatingPointError, match=r"inputs: observation/a\. So check"):
         distribution.draw(parameters, inputs=inputs)
+    with pytest.raises(FloatingPointError, match=r"Check the env.* Net\.forward") as e:
+        distribution.draw(parameters)  # As in an older fork.
+    assert "inputs" not in str(e.value)
 
 
 @pytest.mark.parametrize(
