@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core import flag_types, ranks
-from core.flag_types import folder_path, int_at_least, names, number, to_argv
+from core.flag_types import folder_path, int_at_least, names, number
 from core.rollout import new_rollouts
 from core.running import folder
 from core.running.machine import num_cores
@@ -440,14 +440,10 @@ def parse(
     told = meta.get("env_options", {})
     told = {a.dest: told[a.dest] for a in environment_flags() if a.dest in told}
     used = {**trained, **told}
-    declared = {a.dest: a for a in parser._actions if a.dest in used}
-    keep = declared.keys() - flags_to_train() - {*ATARI_FLAGS}
+    keep = {a.dest for a in parser._actions if a.dest in used} - flags_to_train()
+    if flags.atari_protocol is not None:  # If given, it defines all Atari options.
+        keep -= {*ATARI_FLAGS}
     parser.set_defaults(**{key: used[key] for key in keep})
-    if flags.atari_protocol is None:  # If given, it defines all Atari options.
-        # They are parsed as command line flags, which gives them the right types. argv
-        # overrides them.
-        atari = [declared[key] for key in ATARI_FLAGS if key in declared]
-        argv = [*to_argv(argparse.Namespace(**used), atari), *argv]
     flags = parser.parse_args(argv)
     flags.env = flags.env or ENV
     if flags.precision == "auto":  # Older runs used float32 and did not record it.
@@ -508,12 +504,16 @@ def expand_xpid(flags: argparse.Namespace, env: str | None) -> str:
 def check_atari_flags(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
 ) -> None:
-    """Refuse flags for Atari (exit status 2) if the environment is not Atari."""
+    """Refuse flags for Atari (exit status 2) if the environment is not Atari.
+
+    Not those that a test takes from the run: create_env may make an Atari game though
+    --env is another name.
+    """
     if is_atari:
         return
     for flag in ATARI_FLAGS:
         value = getattr(flags, flag)
-        if value is not None:
+        if value not in (None, parser.get_default(flag)):
             parser.error(
                 f"--{flag} is {value} but --env is {flags.env}, which is not an Atari "
                 f"game that ale-py (if it is installed) knows. Leave --{flag} out."

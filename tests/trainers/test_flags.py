@@ -511,6 +511,16 @@ def test_testing_plays_by_the_options_that_the_servers_told(
     assert played == told
 
 
+def test_atari_games_under_another_name_are_tested_too(
+    program, trained, tmp_path, capsys
+):
+    """A create_env that calls make_atari, or --env module:function that does."""
+    trained("--xpid a --env Catch", "Catch", **MACHADO)  # Not the id of an Atari game.
+    assert parse_test(program, tmp_path).frame_skip == 5
+    argv = ["--mode", "test", "--savedir", str(tmp_path), "--frame_skip", "3"]
+    assert "--frame_skip is 3 but --env is Catch" in refusal(program, argv, capsys)
+
+
 def test_an_option_of_the_wrong_type_is_refused(program, trained, tmp_path, capsys):
     trained("--xpid a", frame_skip="lots")
     argv = ["--mode", "test", "--savedir", str(tmp_path)]
