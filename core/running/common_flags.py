@@ -440,10 +440,13 @@ def parse(
     told = meta.get("env_options", {})
     told = {a.dest: told[a.dest] for a in environment_flags() if a.dest in told}
     used = {**trained, **told}
-    keep = {a.dest for a in parser._actions if a.dest in used} - flags_to_train()
-    if flags.atari_protocol is not None:  # If given, it defines all Atari options.
-        keep -= {*ATARI_FLAGS}
-    parser.set_defaults(**{key: used[key] for key in keep})
+    # --atari_protocol, if given, defines all Atari options.
+    skip = flags_to_train() | {*(ATARI_FLAGS if flags.atari_protocol else ())}
+    for action in parser._actions:
+        if action.dest in used.keys() - skip:
+            value, old = used[action.dest], action.default
+            is_tuple = isinstance(value, list) and isinstance(old, tuple)
+            action.default = tuple(value) if is_tuple else value  # JSON has only lists.
     flags = parser.parse_args(argv)
     flags.env = flags.env or ENV
     if flags.precision == "auto":  # Older runs used float32 and did not record it.
@@ -504,15 +507,12 @@ def expand_xpid(flags: argparse.Namespace, env: str | None) -> str:
 def check_atari_flags(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, *, is_atari: bool
 ) -> None:
-    """Refuse flags for Atari (exit status 2) if the environment is not Atari.
-
-    Not those that a test takes from the run: create_env may make an Atari game though
-    --env is another name.
-    """
+    """Refuse flags for Atari (exit status 2) if the environment is not Atari."""
     if is_atari:
         return
     for flag in ATARI_FLAGS:
         value = getattr(flags, flag)
+        # The default is the run's, whose create_env may have made a game all the same.
         if value not in (None, parser.get_default(flag)):
             parser.error(
                 f"--{flag} is {value} but --env is {flags.env}, which is not an Atari "

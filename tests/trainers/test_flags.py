@@ -476,11 +476,15 @@ def test_testing_takes_over_a_flag_of_a_fork(program, trained, tmp_path, monkeyp
     def make_forked_parser():
         parser = make_parser()
         parser.add_argument("--hidden", type=int, default=128)
+        parser.add_argument("--goals", type=flag_types.names, default=())
+        parser.add_argument("--sizes", type=int, nargs="*", default=[])
         return parser
 
     monkeypatch.setattr(program, "make_parser", make_forked_parser)
-    trained("--xpid a --env Catch --hidden 64 --batch_size 8 --seed 3 --num_actors 2")
+    own = "--hidden 64 --goals a,b --sizes 3 5"
+    trained(f"--xpid a --env Catch {own} --batch_size 8 --seed 3 --num_actors 2")
     flags = parse_test(program, tmp_path)
+    assert (flags.goals, flags.sizes) == (("a", "b"), [3, 5])
     assert (flags.hidden, flags.batch_size) == (64, 8)
     assert (flags.mode, flags.seed) == ("test", None)
     assert parse_test(program, tmp_path, "--hidden 32").hidden == 32
