@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from core import columns
+from core import columns, ranks
 from core.algorithm import replay, vtrace
 from core.algorithm.counters import not_a_number
 from core.algorithm.distributions import ActionDistribution
@@ -227,13 +227,16 @@ def describe_not_finite(batch: Nest, sums: Mapping[Any, float]) -> str:
         if key != "grad_norm" and not math.isfinite(value)
     ]
     loss = f"In the loss: {', '.join(in_loss) or 'nothing, but in its gradient'}."
+    whose = "the batch"
+    if ranks.size() > 1:  # The sums are of all learners.
+        whose = "this learner's share of the batch (each learner names its own)"
     if in_batch:
         return (
-            f"Not finite in the batch: {', '.join(in_batch)}. {loss} Check the "
+            f"Not finite in {whose}: {', '.join(in_batch)}. {loss} Check the "
             "environment's observations and rewards."
         )
     return (
-        f"Not finite in the batch: nothing. {loss} Lower --learning_rate, check the "
+        f"Not finite in {whose}: nothing. {loss} Lower --learning_rate, check the "
         "environment's rewards for numbers that are too large, or look into the loss "
         "and Net.forward for a logarithm, a division or a square root."
     )

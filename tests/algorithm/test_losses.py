@@ -690,3 +690,12 @@ def test_the_gpu_agrees_with_the_cpu():
         strict=True,
     ):
         assert_same(one, other)
+
+
+def test_a_learner_says_that_the_batch_of_another_may_not_be_finite(monkeypatch):
+    rows, sums = {"reward": np.zeros((2, 3), np.float32)}, {"total_loss": math.nan}
+    said = "share of the batch (each learner names its own): nothing. In the loss: tot"
+    assert said not in losses.describe_not_finite(rows, sums)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert said in losses.describe_not_finite(rows, sums)
