@@ -213,8 +213,8 @@ class Net(nn.Module):
     the last reward (clipped to [-1, 1] like the loss's, unless `clip_rewards` is off).
     `distribution` turns the policy's outputs into actions of any action space. With
     `bfloat16` the torso computes in that type; the weights and all other layers stay
-    float32. `normalize` may contain "observations" and "returns". The class
-    is the same in both programs: a fork of both changes both.
+    float32. `normalize` may contain "observations" and "returns". Both programs
+    have the same class, each its own copy: change it in each that you use.
 
     Raises:
       ConfigError: the model does not fit the spaces.
