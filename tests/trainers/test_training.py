@@ -296,8 +296,10 @@ def test_a_signal_to_the_whole_process_group_is_one_to_the_run(
     os.close(unread)
     text = (tmp_path / "x" / "out.log").read_text()
     assert status == 75, text
-    assert "Stopped by SIGINT" in text and "chatter" in text
-    assert "SIGINT: stopping" not in text  # The servers, in another session: not heard.
+    # Of two signals at once Python handles the one with the lower number first.
+    assert re.search("Stopped by SIG(INT|HUP)", text) and "chatter" in text
+    # The servers are in another session, and do not hear them.
+    assert not re.search("SIG(INT|HUP): stopping", text)
     assert "Traceback" not in text
     wait_until(lambda: ended(family))
 
