@@ -13,6 +13,7 @@ from core.actors.processes import Actors
 from core.actors.shared_memory import share_weights
 from core.algorithm import counters
 from core.nests import map_nest
+from core.running.unit import Unit
 from tests.conftest import wait_until
 
 T, E = 5, 3
@@ -48,9 +49,14 @@ class Pool:
         self.flags = flags
 
     def __enter__(self) -> "Pool":
+        def is_started(unit: Unit | None) -> bool:
+            if unit is None:
+                return False
+            return unit.pid is not None or unit.exitcode is not None  # Dead already.
+
         def have_started() -> bool:
             self.actors.start()
-            return len(self.actors.pids()) == self.flags.num_actors
+            return all(is_started(slot.process) for slot in self.actors.slots)
 
         wait_until(have_started)
         return self

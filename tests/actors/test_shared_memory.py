@@ -59,19 +59,21 @@ def memory(request, monkeypatch):
         assert shared_memory.memory_folder() is None
 
 
-def num_files():
+def open_files():
+    """Return descriptor and inode of each open file.
+
+    Not of sockets and pipes: threads of other tests may open some at any time.
+    """
     if not FD_FOLDER.is_dir():
         pytest.skip("no /proc/self/fd on this system")
     gc.collect()
-    return sum(map(is_file, os.listdir(FD_FOLDER)))
-
-
-def is_file(fd):
-    """Not a socket or a pipe: threads of other tests may close theirs at any time."""
-    try:
-        return stat.S_ISREG(os.stat(int(fd)).st_mode)
-    except OSError:  # Of the listing itself, and closed by now.
-        return False
+    found = set()
+    for fd in map(int, os.listdir(FD_FOLDER)):
+        with contextlib.suppress(OSError):  # Of the listing itself, and closed by now.
+            status = os.stat(fd)
+            if stat.S_ISREG(status.st_mode):
+                found.add((fd, status.st_dev, status.st_ino))
+    return found
 
 
 # ----------------------------------------------------------------------- SharedArrays
@@ -117,11 +119,11 @@ def test_no_arrays_at_all_are_fine(memory):
 
 
 def test_any_number_of_arrays_costs_two_file_descriptors(memory):
-    before = num_files()
+    before = open_files()
     many = {f"array-{i}": SPECS["float"] for i in range(97)}
     few = {"one": SPECS["float"]}
     kept = [SharedArrays(many), SharedArrays(few)]
-    assert num_files() - before == 2 * len(kept)
+    assert len(open_files() - before) == 2 * len(kept)
 
 
 def test_keys_with_slashes_have_memory_of_their_own():
@@ -136,11 +138,11 @@ def test_keys_with_slashes_have_memory_of_their_own():
 
 
 def test_dropping_the_arrays_gives_back_memory_and_files(memory):
-    before = num_files()
+    before = open_files()
     shared = SharedArrays(SPECS)
     del shared
     gc.collect()
-    assert num_files() == before
+    assert not open_files() - before
 
 
 def test_an_array_outlives_its_segment_object(memory):
@@ -352,11 +354,11 @@ def test_a_child_fills_its_buffer_and_no_other(method, buffers):
 
 
 def test_buffers_cost_two_file_descriptors():
-    before = num_files()
+    before = open_files()
     made = RolloutBuffers(
         ROW_SPEC, STATE_SPEC, num_buffers=97, unroll_length=T, envs_per_actor=E
     )
-    assert num_files() - before == 2
+    assert len(open_files() - before) == 2
     del made
 
 
