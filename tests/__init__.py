@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test suite. `make test` runs all of it, in about 15 minutes on two cores.
+"""The test suite. `make test` runs all of it, in about 13 minutes on two cores.
 
     algorithm/ environments/ running/ actors/ remote/    the rooms of core/, by module
     extension/     libtorchbeast from Python; the C++ has its own tests in csrc/tests
