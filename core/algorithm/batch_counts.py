@@ -89,7 +89,7 @@ class BatchCounts:
           is_learned: False if the update was left out.
         """
         all_steps, num_steps, replayed_steps = (
-            int(sums.pop(key)) for key in ("steps", "new_steps", "replayed_steps")
+            int(sums.pop(key)) for key in losses.COUNTS
         )
         rho, entropy = sums.pop("rho"), sums.pop("entropy")
         new, replayed = replay.split(batch)

@@ -200,8 +200,9 @@ class Learner:
           FloatingPointError: this was the last of MAX_BAD_UPDATES updates in a row that
             were left out.
         """
-        all_sums = dict(sums)  # `add` removes some.
-        self.step += self.counts.add(batch, sums, self.updates, is_learned=is_finite)
+        self.step += self.counts.add(
+            batch, dict(sums), self.updates, is_learned=is_finite
+        )
         if is_finite:
             self.updates += 1
             self.skipped_in_a_row = 0
@@ -214,7 +215,7 @@ class Learner:
                 f"{self.skipped_in_a_row} updates in a row had a loss "
                 f"({sums['total_loss']}) or gradient norm ({sums['grad_norm']}) that "
                 "is not finite. The weights are as they were before. "
-                f"{losses.describe_not_finite(batch, all_sums)}"
+                f"{losses.describe_not_finite(batch, sums)}"
             )
 
     def _meet_learners(self, learners: Learners) -> None:

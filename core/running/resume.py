@@ -185,8 +185,9 @@ def name_changed_flags(
     try:
         yield
     except checkpoint.CheckpointMismatch as error:
-        changes = changed_flags(flags, recorded)
-        lines = [changes[key] for key in changes if key not in flags_to_train()]
+        skip = flags_to_train()
+        changes = changed_flags(flags, recorded).items()
+        lines = [line for key, line in changes if key not in skip]
         why = "No flag has changed since then, but the code or the environment has."
         if lines:
             why = checkpoint.printable(f"Since then {'; '.join(lines)}.")
