@@ -80,7 +80,8 @@ def greet(
         if addresses:
             address = addresses[attempt % len(addresses)]
             try:
-                return asker.ask(address)
+                greeted = asker.ask(address)
+                return greeted if _wait_for_others(stop) else None
             except ConnectionError as error:
                 why = str(error)
                 refused.pop(address, None)
@@ -182,6 +183,15 @@ def _is_to_stop(stop: StopSignal) -> bool:
         return has_signal
     others.check_stop(has_signal)
     return others.wants_stop
+
+
+def _wait_for_others(stop: StopSignal) -> bool:
+    """Wait until all learners have a server; return False after a signal to stop."""
+    if (others := learners.current()) is None:
+        return True
+    if others.rank == 0:
+        log.info("Waiting until each learner has a server")
+    return others.wait_for_all("greeted", lambda: _is_to_stop(stop))
 
 
 def check_same_env(welcome: messages.Welcome) -> None:

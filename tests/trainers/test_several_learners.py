@@ -340,13 +340,15 @@ def test_only_learner_0_has_the_runs_folder(start, start_program, serve, tmp_pat
     assert newest(tmp_path).step == STEPS
 
 
-def test_a_learner_that_stops_without_a_server_ends_one_that_has_one(start, serve):
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_signal_ends_both_while_only_learner_0_has_a_server(start, serve, stopped):
     pytest.importorskip("polybeast", reason="needs the extension")
     server = serve(Catch, num_envs=2)
     flags = [*FLAGS, "--server_addresses", f"{server.address},{server.address}-away"]
     programs = start_learners(start, *flags, module="polybeast")
+    programs[0].wait_for_text("Waiting until each learner has a server")
     programs[1].wait_for_text("Waiting for an environment server")
-    os.kill(programs[1].pid, signal.SIGTERM)
+    os.kill(programs[stopped].pid, signal.SIGTERM)
     assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
 
 
