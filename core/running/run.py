@@ -372,7 +372,7 @@ class Run:
                 )
             )
             self._status = stack.enter_context(
-                status_line.StatusLine(flags.total_steps)
+                status_line.StatusLine(flags.total_steps, ranks.size())
             )
             try:
                 yield
@@ -500,7 +500,7 @@ class Run:
         }
         if steps == 0:
             if step == 0:
-                self._show(row, None)
+                self._status.update(row)
             return
         busy = self._of_all_learners("busy", learner.busy.pop())
         stats = self._of_all_learners("columns", stats)
@@ -508,7 +508,8 @@ class Run:
         row |= {f"{stage}_busy": share for stage, share in busy.items()}
         row["gpu_utilization"] = gpu_utilization(learner.net)
         # First, since the disk may hang.
-        self._show(row, bottleneck(busy, actors_do_both=self._actors_do_both))
+        stage = bottleneck(busy, actors_do_both=self._actors_do_both)
+        self._status.update(row, stage)
         self._log.log(row)
         self._last_log, self._last_step = now, step
 
@@ -517,17 +518,6 @@ class Run:
         if self._others is None:
             return ours
         return columns.combine([ours, *(r[name] for r in self._others.reports)])
-
-    def _show(self, row: dict[str, Any], bottleneck: str | None) -> None:
-        self._status.update(
-            step=row["step"],
-            frames=row["frames"],
-            sps=row["sps"],
-            mean_return=row["mean_episode_return"],
-            policy_lag=row.get("policy_lag_mean"),
-            bottleneck=bottleneck,
-            num_learners=1 if self._others is None else self._others.size,
-        )
 
     def save(self) -> None:
         """Write a checkpoint, unless --disable_checkpoint.

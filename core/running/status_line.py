@@ -6,7 +6,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.live import Live
 from rich.text import Text
@@ -28,8 +29,9 @@ class StatusLine:
     the terminal only from the first `update` on: by then the actors have been forked.
     """
 
-    def __init__(self, total_steps: int):
+    def __init__(self, total_steps: int, num_learners: int = 1):
         self._total_steps = total_steps
+        self._num_learners = num_learners
         self._sps: float | None = None  # Smoothed, for the ETA.
         self._parts: list[tuple[int, str]] = []
         self._shown = True  # Whether `_parts` has been shown.
@@ -51,30 +53,23 @@ class StatusLine:
                 self._live.stop()
             self._live = None
 
-    def update(
-        self,
-        step: int,
-        frames: int,
-        sps: float,
-        mean_return: float | None,
-        policy_lag: float | None = None,
-        bottleneck: str | None = None,
-        num_learners: int = 1,
-    ) -> None:
-        """Take new values; show them if it is time."""
+    def update(self, row: Mapping[str, Any], bottleneck: str | None = None) -> None:
+        """Take the new values in a row of the log; show them if it is time."""
+        step, sps, learners = row["step"], row["sps"], self._num_learners
         # The first row, at the start, has no rate yet.
         self._sps = 0.8 * self._sps + 0.2 * sps if self._sps else sps
+        lag = row.get("policy_lag_mean")
         # If the line is too long, the parts with the highest numbers are left out.
         self._parts = [
             (0, f"step {_short(step)}/{_short(self._total_steps)}"),
             (6, self._progress(step)),
-            (5, f"{_short(frames)} frames"),
+            (5, f"{_short(row['frames'])} frames"),
             (1, f"{sps:,.0f} SPS"),
-            (0, f"return(100) {_reward(mean_return)}"),
-            (4, "" if policy_lag is None else f"lag {policy_lag:.1f}"),
+            (0, f"return(100) {_reward(row['mean_episode_return'])}"),
+            (4, "" if lag is None else f"lag {lag:.1f}"),
             (3, bottleneck or ""),
             (2, f"ETA {self._eta(step)}"),
-            (7, f"{num_learners} learners" if num_learners > 1 else ""),
+            (7, f"{learners} learners" if learners > 1 else ""),
         ]
         self._shown = False
         now = time.monotonic()

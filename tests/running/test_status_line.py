@@ -36,12 +36,23 @@ def messages(caplog):
     return [record.getMessage() for record in caplog.records]
 
 
+def row(step, sps=1.0, mean_return=None, lag=None):
+    """Return the row of a log; a step counts as four frames."""
+    return {
+        "step": step,
+        "frames": 4 * step,
+        "sps": sps,
+        "mean_episode_return": mean_return,
+        "policy_lag_mean": lag,
+    }
+
+
 def test_plain_lines_come_at_once_and_then_every_ten_seconds(caplog, clock):
     caplog.set_level(logging.INFO)
     with status_line.StatusLine(1000) as status:
         for second in range(0, 23, 2):
             clock.now = 1000.0 + second
-            status.update(second, 4 * second, 1.0, None)
+            status.update(row(second))
             assert len(caplog.records) == 1 + second // 10
     # The last update is shown at the end.
     assert [m.split()[1] for m in messages(caplog)] == [
@@ -54,16 +65,9 @@ def test_plain_lines_come_at_once_and_then_every_ten_seconds(caplog, clock):
 
 def test_a_plain_line_says_everything(caplog, clock):
     caplog.set_level(logging.INFO)
-    with status_line.StatusLine(50_000_000) as status:
-        status.update(
-            1_234_000,
-            4_936_000,
-            1732.4,
-            -20.346,
-            2.14,
-            "env-bound 71 %",
-            num_learners=3,
-        )
+    with status_line.StatusLine(50_000_000, num_learners=3) as status:
+        values = row(1_234_000, 1732.4, -20.346, 2.14)
+        status.update(values, "env-bound 71 %")
     assert messages(caplog) == [
         "step 1.23M/50.0M  2.5%  4.94M frames  1,732 SPS  return(100) -20.35  lag 2.1"
         "  env-bound 71 %  ETA 7h49m  3 learners"
@@ -73,7 +77,7 @@ def test_a_plain_line_says_everything(caplog, clock):
 def test_what_is_not_known_yet_is_left_out_or_a_dash(caplog, clock):
     caplog.set_level(logging.INFO)
     with status_line.StatusLine(700) as status:
-        status.update(0, 0, 0.0, None, None, None)
+        status.update(row(0, 0.0))
     assert messages(caplog) == [
         "step 0/700  0.0%  0 frames  0 SPS  return(100) -  ETA -"
     ]
@@ -83,7 +87,7 @@ def test_force_color_does_not_make_a_file_a_terminal(caplog, clock, monkeypatch)
     monkeypatch.setenv("FORCE_COLOR", "1")
     caplog.set_level(logging.INFO)
     with status_line.StatusLine(700) as status:
-        status.update(7, 28, 1.0, None)
+        status.update(row(7))
     assert len(caplog.records) == 1
 
 
@@ -118,11 +122,12 @@ def test_durations_are_short(seconds, text):
 
 LIVE_LINE = """
 import threading
+from tests.running.test_status_line import row
 run_dir = Path(sys.argv[1])
 with log_setup.setup_logging(run_dir), status_line.StatusLine(1000) as status:
     for step in range(100, 800, 100):
         status._shown_at = -1.0  # As if enough time had gone by.
-        status.update(step, 4 * step, 50.0, -3.25, 1.5, "env-bound 71 %")
+        status.update(row(step, 50.0, -3.25, 1.5), "env-bound 71 %")
         if step == 300:
             logging.getLogger("x").warning("an actor died")
         if step == 500:
@@ -236,12 +241,13 @@ def test_what_is_printed_goes_to_the_file_that_stdout_is(tmp_path):
 
 def test_a_run_outlives_its_terminal(tmp_path):
     code = """
+from tests.running.test_status_line import row
 with log_setup.setup_logging(Path(sys.argv[1])), status_line.StatusLine(1000) as status:
-    status.update(100, 400, 50.0, None)
+    status.update(row(100, 50.0))
     sys.stdin.read()  # Until the terminal is gone.
     for step in (200, 300):
         status._shown_at = -1.0
-        status.update(step, 4 * step, 50.0, None)
+        status.update(row(step, 50.0))
     logging.info("still here")
 os._exit(7)
 """
@@ -280,5 +286,5 @@ def test_a_terminal_that_cannot_be_written_to_is_left_alone(monkeypatch):
     with status_line.StatusLine(1000) as status:
         for step in (100, 200):
             status._shown_at = -math.inf
-            status.update(step, 4 * step, 50.0, None)
+            status.update(row(step, 50.0))
     assert (sys.stdout, sys.stderr) == before
