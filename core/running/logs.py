@@ -77,9 +77,9 @@ class RunLog:
         if resume_step is not None:
             # First this version's columns and units, then the file's other columns.
             fields = {**fields, **_read_glossary(run_dir), **fields}
-        self._fields: dict[str, Field] = {}
         self._refused: set[str] = set()  # Columns that could not be added.
-        self._csv = self._open_csv(fields, resume_step)
+        self._write_header(fields, resume_step)
+        self._csv = LogFile(run_dir / "logs.csv")
         meta = run_dir / "meta.json"
         self._meta = meta.read_text(encoding="utf-8") if meta.exists() else None
         self._events = _EventFile(run_dir / "tensorboard", resume_step=resume_step)
@@ -99,23 +99,16 @@ class RunLog:
     def _files(self) -> tuple[LogFile, LogFile]:
         return self._csv, self._events.file
 
-    def _open_csv(
-        self, fields: Mapping[str, Field], resume_step: float | None
-    ) -> LogFile:
-        """Write fields.csv and the header of logs.csv; open logs.csv."""
-        self._write_header(fields, resume_step)
-        file = LogFile(self._run_dir / "logs.csv")
-        self._fields = dict(fields)
-        return file
-
     def _write_header(
         self, fields: Mapping[str, Field], resume_step: float | None
     ) -> None:
+        """Write fields.csv and the header of logs.csv."""
         glossary = io.StringIO()
         lines = [Field._fields, *fields.values()]
         csv.writer(glossary, lineterminator="\n").writerows(lines)
         write_atomically(self._run_dir / "fields.csv", glossary.getvalue().encode())
         _prepare_csv(self._run_dir / "logs.csv", tuple(fields), resume_step)
+        self._fields = dict(fields)
 
     def _replace_deleted(self, step: int) -> None:
         """Create deleted files again. `step` is the present step of the run.
@@ -159,14 +152,12 @@ class RunLog:
         """
         if self._csv.error:
             return  # Rows wait in memory. The next row tries again.
-        old = self._csv
         try:
-            self._csv = self._open_csv({**self._fields, **fields}, math.inf)
+            self._write_header({**self._fields, **fields}, math.inf)
+            self._csv.reopen()
         except OSError as error:
             self._refused |= fields.keys()
             log.warning("Cannot add %s to logs.csv: %s", ", ".join(fields), error)
-        else:
-            old.close()
 
     def log(self, row: Mapping[Any, float | int | None]) -> None:
         """Write one row. A missing value, None and NaN become blank cells.
@@ -261,60 +252,52 @@ def _read_glossary(run_dir: Path) -> dict[str, Field]:
 def _prepare_csv(path: Path, columns: Sequence[str], resume_step: float | None) -> None:
     """Reduce logs.csv to a header and the complete rows up to `resume_step`.
 
-    The file may be larger than the memory: it is read line by line.
+    If rows or columns would be lost, the old file is kept as logs.<n>.csv.
     """
-    lines = _new_lines(path, columns, resume_step)
-    old_header, new_header = next(lines)
-    is_same, num_rows, dropped = old_header == new_header, 0, 0
-    for old, new in lines:
-        is_same &= old == new
-        num_rows += old.endswith("\n")
-        dropped += new is None
-    if is_same:
-        return
-    old_columns = {*old_header.rstrip("\n").split(",")}
-    if num_rows and (resume_step is None or not old_columns <= {*columns}):
-        kept = next(
-            kept
-            for n in range(1, 10_000)
-            if not (kept := path.with_name(f"{path.stem}.{n}.csv")).exists()
-        )
-        shutil.copyfile(path, kept)
-        log.info("Kept the old %s as %s", path.name, kept.name)
-    if dropped:
-        log.warning("%s: left out %d damaged rows", path, dropped)
-    lines = _new_lines(path, columns, resume_step)
-    write_atomically(path, ((new or "").encode() for _, new in lines))
+    if path.exists():
+        with open(path, encoding="utf-8", errors="replace") as file:
+            old_columns = _cells(file.readline())
+            has_rows = file.readline().endswith("\n")
+        if has_rows and (resume_step is None or not {*old_columns} <= {*columns}):
+            kept = next(
+                kept
+                for n in range(1, 10_000)
+                if not (kept := path.with_name(f"{path.stem}.{n}.csv")).exists()
+            )
+            shutil.copyfile(path, kept)
+            log.info("Kept the old %s as %s", path.name, kept.name)
+    write_atomically(path, _new_lines(path, columns, resume_step))
 
 
 def _new_lines(
     path: Path, columns: Sequence[str], resume_step: float | None
-) -> Iterator[tuple[str, str | None]]:
-    """Yield each line of logs.csv with the line in its place; the header comes first.
+) -> Iterator[bytes]:
+    """Yield the new lines of logs.csv, from the old file, if there is one.
 
-    The new line is "" for a row after `resume_step` and for an incomplete last line,
-    and None for a damaged row.
+    The old file may be larger than the memory: it is read line by line.
     """
-    header = ",".join(columns) + "\n"
-    if not path.exists():
-        yield "", header
+    yield (",".join(columns) + "\n").encode()
+    if resume_step is None or not path.exists():
         return
+    num_damaged = 0
     with open(path, encoding="utf-8", errors="replace") as file:
-        old_header = file.readline()
-        yield old_header, header
-        old_columns = old_header.rstrip("\n").split(",")
+        old_columns = _cells(file.readline())
         for line in file:
-            cells = line.rstrip("\n").split(",")
+            cells = _cells(line)
             row = dict(zip(old_columns, cells, strict=False))
-            is_whole = len(cells) == len(old_columns)
             if not line.endswith("\n"):
-                yield line, ""
-            elif not is_whole or not row.get("step", "").isdecimal():
-                yield line, None  # A power failure can leave zero bytes in a file.
-            elif resume_step is None or int(row["step"]) > resume_step:
-                yield line, ""
-            else:
-                yield line, ",".join(row.get(name, "") for name in columns) + "\n"
+                break  # A kill can leave an incomplete last line.
+            if len(cells) != len(old_columns) or not row.get("step", "").isdecimal():
+                num_damaged += 1  # A power failure can leave zero bytes in a file.
+            elif int(row["step"]) <= resume_step:
+                kept = [row.get(name, "") for name in columns]
+                yield (",".join(kept) + "\n").encode()
+    if num_damaged:
+        log.warning("%s: left out %d damaged rows", path, num_damaged)
+
+
+def _cells(line: str) -> list[str]:
+    return line.rstrip("\n").split(",")
 
 
 class _EventFile:
