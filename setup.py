@@ -26,10 +26,12 @@ class BuildExtension(build_ext):
 
     def build_extension(self, extension):
         try:
-            compile_args, link_args = ask_pkg_config("grpc++")
-            extension.extra_compile_args += compile_args
-            extension.extra_link_args += link_args
-            pybind11, ParallelCompile = import_pybind11()
+            # Without pip's build isolation it may be missing.
+            import pybind11
+            from pybind11.setup_helpers import ParallelCompile
+
+            extension.extra_compile_args += ask_pkg_config("--cflags")
+            extension.extra_link_args += ask_pkg_config("--libs")
             extension.include_dirs.append(pybind11.get_include())
             version = self.distribution.get_version()
             extension.define_macros.append(("TORCHBEAST_VERSION", f'"{version}"'))
@@ -43,27 +45,12 @@ class BuildExtension(build_ext):
             self.warn(message)
 
 
-def ask_pkg_config(library):
-    def ask(what):
-        command = [os.environ.get("PKG_CONFIG", "pkg-config"), what, library]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise SetupError(f"cannot run pkg-config: {error}") from error
-        if done.returncode != 0:
-            raise SetupError(done.stderr.strip())
-        return done.stdout.split()
-
-    return ask("--cflags"), ask("--libs")
-
-
-def import_pybind11():
-    try:
-        import pybind11
-        from pybind11.setup_helpers import ParallelCompile
-    except ImportError as error:  # Only without pip's build isolation.
-        raise SetupError(f"{error}: pip install pybind11") from error
-    return pybind11, ParallelCompile
+def ask_pkg_config(what):
+    command = [os.environ.get("PKG_CONFIG", "pkg-config"), what, "grpc++"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SetupError(done.stderr.strip())
+    return done.stdout.split()
 
 
 setup(
