@@ -63,11 +63,13 @@ def setup_logging(run_dir: Path | None) -> Iterator[None]:
     if run_dir is not None:
         handlers.append(FileHandler(run_dir / "out.log"))
     repeats = Repeats()
+    who = f"learner {ranks.rank()}: " if ranks.rank() else ""
+    line_format = f"%(asctime)s %(levelname)-7s {who}%(message)s"
     for handler in handlers:
         handler.addFilter(repeats)
         handler.name = f"torchbeast {type(handler).__name__}"
         if not isinstance(handler, RichHandler):
-            handler.setFormatter(logging.Formatter(_line_format(), _TIME_FORMAT))
+            handler.setFormatter(logging.Formatter(line_format, _TIME_FORMAT))
         root.addHandler(handler)
     old_level = root.level
     # Of several learners, only learner 0 logs INFO. The others log problems only.
@@ -91,11 +93,6 @@ def setup_logging(run_dir: Path | None) -> Iterator[None]:
                 report_lost(handler.file)
         logging.captureWarnings(False)
         root.setLevel(old_level)
-
-
-def _line_format() -> str:
-    who = f"learner {ranks.rank()}: " if ranks.rank() else ""
-    return f"%(asctime)s %(levelname)-7s {who}%(message)s"
 
 
 def _console_handler() -> logging.Handler:

@@ -61,6 +61,7 @@ NOT_NORMAL = {
     "reconnects": "reconnects",
     "steps_discarded": "rows discarded",
 }
+NOT_SAVED = "Nothing is saved (--disable_checkpoint)."
 LARGE = 4096  # Numbers; a flat observation of more is probably a picture.
 LOG_S = 10.0  # How long the end of a run waits for a row that is being written.
 SAY_HANGS_S = 30.0  # Interval of warnings that the disk has not taken a row or save.
@@ -174,11 +175,12 @@ class Run:
         if self.found is not None:
             self._restore(self.found)
         elif self._has_folder and self.recorded.get("starts"):
-            why = "Nothing is saved (--disable_checkpoint)."
-            if not self.flags.disable_checkpoint:
-                interval_s = f"{self.flags.checkpoint_interval_s:g} s"
-                why = f"A run writes a checkpoint every {interval_s} "
-                why += "(--checkpoint_interval_s), and when it ends."
+            why = (
+                f"A run writes a checkpoint every {self.flags.checkpoint_interval_s:g} "
+                "s (--checkpoint_interval_s), and when it ends."
+            )
+            if self.flags.disable_checkpoint:
+                why = NOT_SAVED
             log.warning(
                 "Run %s was started before, but has no checkpoint: it begins again at "
                 "step 0. %s",
@@ -340,7 +342,7 @@ class Run:
                 f"The same command with --xpid {self.flags.xpid} goes on from there."
             )
             if self.flags.disable_checkpoint:
-                remedy = "Nothing is saved (--disable_checkpoint)."
+                remedy = NOT_SAVED
             log.info("Stopped by %s at step %d. %s", who, self.learner.step, remedy)
             return Exit.STOPPED
         log.info("Done: %d steps.", self.learner.step)
@@ -423,7 +425,7 @@ class Run:
                 self._jobs[name] = start_thread(name, on_one_core, write, *args)
                 self._began[name] = time.monotonic()
 
-    def _wait_for(self, name: str, limit_s: float | None = None) -> bool:
+    def _wait_for(self, name: str, limit_s: float) -> bool:
         """Wait for the end of a thread's last job; return whether it has ended."""
         job = self._jobs.get(name)
         return job is None or not concurrent.futures.wait([job], limit_s).not_done
