@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -317,11 +318,17 @@ def printable(text: str) -> str:
     return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " ..."
 
 
-def join_differences(differences: list[str]) -> str:
+def mismatch(what: str, differences: list[str]) -> CheckpointMismatch:
+    """Return the error that names the differences of a model or an optimizer."""
     shown = differences[:_MAX_DIFFERENCES]
     if len(differences) > len(shown):
         shown.append(f"and {len(differences) - len(shown)} more")
-    return "; ".join(shown)
+    return CheckpointMismatch(printable(f"{what}: {'; '.join(shown)}"))
+
+
+def name_differences(expected: Set[str], got: Set[str]) -> list[str]:
+    missing = [f"missing {name}" for name in sorted(expected - got)]
+    return missing + [f"unknown {name}" for name in sorted(got - expected)]
 
 
 def weights_for(model: torch.nn.Module, found: Checkpoint) -> dict[str, torch.Tensor]:
@@ -360,10 +367,9 @@ def check_tensors(
                 f"model {_describe(ours, with_dtype)}"
             )
     differences.sort()
-    differences += [f"missing {name}" for name in sorted(expected.keys() - got.keys())]
-    differences += [f"unknown {name}" for name in sorted(got.keys() - expected.keys())]
+    differences += name_differences(expected.keys(), got.keys())
     if differences:
-        raise CheckpointMismatch(printable(f"model: {join_differences(differences)}"))
+        raise mismatch("model", differences)
 
 
 def _describe(tensor: torch.Tensor, with_dtype: bool) -> str:

@@ -2,13 +2,13 @@
 """Save and restore the state of optimizers, by the names of the parameters."""
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-from core.running.checkpoint import CheckpointMismatch, join_differences, printable
+from core.running.checkpoint import CheckpointMismatch, mismatch, name_differences
 
 
 def optimizer_state(
@@ -107,7 +107,9 @@ def restore_optimizer(
     ours = _parameter_names(optimizer, model)
     theirs = [group["params"] for group in state["groups"]]
     if ours != theirs:
-        raise CheckpointMismatch(printable(_group_differences(ours, theirs)))
+        differences = name_differences({*chain(*ours)}, {*chain(*theirs)})
+        same = "the same parameters in other groups, or in another order"
+        raise mismatch("optimizer", differences or [same])
 
     def decode(value: Any) -> Any:
         match value:
@@ -131,7 +133,7 @@ def restore_optimizer(
         for group, options in zip(state["groups"], saved)
     ]
     # torch numbers the parameters of all groups consecutively.
-    index = {name: i for i, name in enumerate(itertools.chain(*ours))}
+    index = {name: i for i, name in enumerate(chain(*ours))}
     optimizer.load_state_dict(
         {
             "state": {
@@ -171,15 +173,6 @@ def _parameter_names(
             f"{strangers} of the optimizer's parameters are not among the model's"
         )
     return [[name_of[id(p)] for p in params] for params in groups]
-
-
-def _group_differences(ours: list[list[str]], theirs: list[list[str]]) -> str:
-    our_names, their_names = set(itertools.chain(*ours)), set(itertools.chain(*theirs))
-    differences = [f"missing {name}" for name in sorted(our_names - their_names)]
-    differences += [f"unknown {name}" for name in sorted(their_names - our_names)]
-    if not differences:
-        differences = ["the same parameters in other groups, or in another order"]
-    return f"optimizer: {join_differences(differences)}"
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
