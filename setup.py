@@ -72,7 +72,7 @@ setup(
         "nest",
     ],
     package_dir={"nest": "libtorchbeast/nest"},
-    package_data={"": ["py.typed", "*.pyi", "INSTALL.txt"]},
+    package_data={"": ["py.typed", "*.pyi", "columns.csv", "INSTALL.txt"]},
     ext_modules=[
         Extension(
             "libtorchbeast._C",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from core.algorithm.counters import as_number
-from core.columns import FIELDS, NOT_IN_A_NAME, Field, info_field
+from core.columns import FIELDS, NOT_IN_A_NAME, Field, info_field, read_fields
 from core.running import dashboard, terminal
 from core.running.atomic import write_atomically
 from core.running.folder import lock_folder
@@ -243,9 +243,8 @@ def _format(value: float | int | None) -> str:
 def _read_glossary(run_dir: Path) -> dict[str, Field]:
     """Return the columns in fields.csv; {} if the file is missing or damaged."""
     try:
-        with open(run_dir / "fields.csv", encoding="utf-8", newline="") as file:
-            return {row["name"]: Field(**row) for row in csv.DictReader(file)}
-    except (OSError, ValueError, TypeError, KeyError, csv.Error):
+        return {field.name: field for field in read_fields(run_dir / "fields.csv")}
+    except (OSError, ValueError, TypeError, csv.Error):
         return {}
 
 
