@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +119,14 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
                 setattr(flags, name, False)
 
 
-def flags_of_run(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of the whole run, for its records, from a learner's share."""
-    return {
-        name: value * size()
-        if name in (*MULTIPLES, *LIMITS) and value is not None
-        else value
-        for name, value in flags.items()
-    }
+def flags_of_run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags of the whole run, from a learner's share, as JSON holds them."""
+    result = {}
+    for name, value in vars(flags).items():
+        if name in (*MULTIPLES, *LIMITS) and value is not None:
+            value *= size()
+        result[name] = list(value) if isinstance(value, tuple) else value
+    return result
 
 
 def explain_share() -> str:

@@ -41,7 +41,7 @@ def test_each_learner_takes_its_share(learner):
     assert flags.batch_size == 4
     assert flags.num_actors * flags.envs_per_actor == 2
     assert flags.num_buffers == 11
-    recorded = ranks.flags_of_run(vars(flags))
+    recorded = ranks.flags_of_run(flags)
     assert (recorded["batch_size"], recorded["num_buffers"]) == (12, 33)
 
 

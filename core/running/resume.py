@@ -60,9 +60,8 @@ class Snapshots:
             lambda x: x.detach().to("cpu", copy=True), tensors
         )
         rng, rng_tensors = rng_state()
-        flags = ranks.flags_of_run(vars(self._flags))
         state = {
-            "flags": {k: plain(v) for k, v in flags.items()},
+            "flags": ranks.flags_of_run(self._flags),
             "learner": learner.state(),
             "rng": rng,
             **optimizers,
@@ -165,11 +164,11 @@ def changed_flags(
     flags: argparse.Namespace, recorded: Mapping[str, Any]
 ) -> dict[str, str]:
     """Describe each flag whose value is not the recorded one, by name."""
-    ours = ranks.flags_of_run(vars(flags))
+    ours = ranks.flags_of_run(flags)
     return {
         key: f"--{key} was {old} and is now {new}"
         for key, old in recorded.items()
-        if (new := plain(ours.get(key, old))) != old
+        if (new := ours.get(key, old)) != old
     }
 
 
@@ -192,8 +191,3 @@ def name_changed_flags(
         if lines:
             why = checkpoint.printable(f"Since then {'; '.join(lines)}.")
         raise checkpoint.CheckpointMismatch(f"{error}. {why}") from None
-
-
-def plain(value: Any) -> Any:
-    """Return a flag's value as it is after a round trip through JSON."""
-    return list(value) if isinstance(value, tuple) else value

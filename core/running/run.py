@@ -46,7 +46,7 @@ from core.running import (
 )
 from core.running.compute import gpu_utilization, on_one_core
 from core.running.randomness import seed_rng
-from core.running.resume import Snapshots, plain
+from core.running.resume import Snapshots
 from core.running.signals import StopSignal
 from core.running.supervise import join_threads, start_thread
 
@@ -248,7 +248,7 @@ class Run:
             )
         log_options(env_options, self.recorded)
         extra |= {"step": self.learner.step, "env_options": dict(env_options)}
-        flags = ranks.flags_of_run(vars(self.flags))
+        flags = ranks.flags_of_run(self.flags)
         folder.write_meta(self.run_dir, flags=flags, extra=extra)
         folder.link_latest(self.run_dir)
 
@@ -354,7 +354,6 @@ class Run:
         # If this learner is killed, this is its status. Before, nothing can be lost.
         ranks.record_status(Exit.INTERNAL)
         flags, learner = self.flags, self.learner
-        recorded_flags = ranks.flags_of_run(vars(flags))
         self._started = self._last_log = self._last_save = time.monotonic()
         self._last_step = learner.step
         self._stats: dict[str, Any] = {}
@@ -370,7 +369,7 @@ class Run:
                     info_keys=flags.info_keys,
                     resume_step=None if self.found is None else learner.step,
                     wandb=flags.wandb,
-                    config={k: plain(v) for k, v in recorded_flags.items()},
+                    config=ranks.flags_of_run(flags),
                 )
             )
             self._status = stack.enter_context(

@@ -62,7 +62,7 @@ def suggestion(env: str, flags: argparse.Namespace) -> str | None:
     common_flags.add_learner_flags(parser)
     common_flags.add_loss_flags(parser)
     common_flags.add_optimizer_flags(parser)
-    ours = ranks.flags_of_run(vars(flags))
+    ours = ranks.flags_of_run(flags)
     if any(ours[key] != parser.get_default(key) for key in CHECKED):
         return None
     return f"The flags are at their defaults, which are for Atari; for {env} try {text}"
