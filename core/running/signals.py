@@ -82,6 +82,16 @@ def _pause(signum: int, frame: object) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def end_after(limit_s: float) -> None:
+    """Make faulthandler show all stacks and end this process after `limit_s`.
+
+    Another call puts the end off; `faulthandler.cancel_dump_traceback_later` takes it
+    back. faulthandler needs no GIL.
+    """
+    with contextlib.suppress(RuntimeError):  # No thread is left: the next call.
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=terminal.urgent_fd())
+
+
 class StopSignal:
     """Sets `received` at the first of STOP_SIGNALS, and ends the process at the second.
 

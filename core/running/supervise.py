@@ -23,8 +23,7 @@ from multiprocessing import connection, parent_process
 from typing import Any
 
 from core.errors import ConfigError, Exit, StallError, one_line
-from core.running import terminal
-from core.running.signals import Pauses, dump_stacks, pausable
+from core.running.signals import Pauses, dump_stacks, end_after, pausable
 
 log = logging.getLogger(__name__)
 
@@ -325,10 +324,7 @@ class Watchdog:
 
     def _watch_main_loop(self, now: float) -> None:
         self._called_at = now
-        with contextlib.suppress(RuntimeError):  # No thread is left: the next tick.
-            faulthandler.dump_traceback_later(
-                2 * self._limit_s + HANG_GRACE_S, exit=True, file=terminal.urgent_fd()
-            )
+        end_after(2 * self._limit_s + HANG_GRACE_S)
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()

@@ -37,8 +37,7 @@ import numpy as np
 
 from core.errors import Exit
 from core.proc import continue_if_stopped
-from core.running import terminal
-from core.running.signals import Pauses, dump_stacks, pausable
+from core.running.signals import Pauses, dump_stacks, end_after, pausable
 from core.running.supervise import exit_with_parent, send_at_parents_end
 
 log = logging.getLogger(__name__)
@@ -359,24 +358,18 @@ def limit_calls(
     )
     done = threading.Event()
 
-    def postpone_end() -> None:
-        # faulthandler ends the process unless this is called again in time.
-        with contextlib.suppress(RuntimeError):  # No thread is left for the moment.
-            faulthandler.dump_traceback_later(
-                limit_s + END_S, exit=True, file=terminal.urgent_fd()
-            )
-
     def watch() -> None:
         pauses = Pauses()
         while not done.wait(LOOK_S):
-            postpone_end()
+            end_after(limit_s + END_S)
             now, pause_end = time.monotonic(), pauses.end()
             for since, (limit, what, flag) in zip(clocks.tolist(), limits):
                 if since and now - max(since, pause_end) > limit:
                     log.error("%s has taken %g s (%s)", what, limit, flag)
                     _end_process()
 
-    postpone_end()  # Before the thread: even the first call may hold the GIL.
+    # Before the thread: even the first call may hold the GIL.
+    end_after(limit_s + END_S)
     thread = threading.Thread(target=watch, name="environment-watch", daemon=True)
     thread.start()
     try:
