@@ -41,7 +41,6 @@ def publish(run_dir: Path, out: Path) -> Path:
             }
         },
         state={"flags": {k: v for k, v in found.state["flags"].items() if k in FLAGS}},
-        keep=1,
     )
 
 

@@ -2,7 +2,7 @@
 """Checkpoints: a good one exists at every moment, and each is checked when it is read.
 
     checkpoints/
-        step-000000123456.safetensors       the last `keep` checkpoints
+        step-000000123456.safetensors       the last KEEP checkpoints
         .step-...tmp-<pid>                  a checkpoint that is being written
 
 A checkpoint is a safetensors file, which any safetensors reader opens. Its tensors are
@@ -33,6 +33,7 @@ import torch
 from core.running.atomic import sync_folder, write_atomically
 
 FORMAT = "torchbeast-checkpoint"
+KEEP = 3
 VERSION = 2  # Increase this if an older program would misread the new files.
 
 _NAME = re.compile(r"step-(\d{12})\.safetensors", re.ASCII)
@@ -75,9 +76,8 @@ def save(
     step: int,
     tensors: dict[str, dict[str, torch.Tensor]],
     state: dict[str, Any],
-    keep: int = 3,
 ) -> Path:
-    """Write one checkpoint, then delete all older ones except the last `keep - 1`.
+    """Write one checkpoint, then delete all older ones except the last KEEP - 1.
 
     `load` finds a good checkpoint at every moment, also while a checkpoint of the same
     step is replaced. Only one process at a time may save to a directory. Other
@@ -101,8 +101,6 @@ def save(
     """
     if not 0 <= step < 10**12:
         raise ValueError(f"step is {step}; expected 0 <= step < 10**12")
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; expected at least 1")
     for name, tensor in tensors.get("model", {}).items():
         if not torch.isfinite(tensor).all():
             raise ValueError(
@@ -116,7 +114,7 @@ def save(
             sync_folder(directory.parent)
         # A file that `load` would refuse must not replace a good one.
         write_atomically(path, data, check=lambda data: _parse(data, step))
-        _delete_old(directory, path, keep)
+        _delete_old(directory, path)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"saving {path} failed: {error}") from error
     return path
@@ -158,14 +156,14 @@ def _digest(data: bytes, start: int, end: int) -> bytes:
     return digest.hexdigest().encode()
 
 
-def _delete_old(directory: Path, newest: Path, keep: int) -> None:
-    """Delete the checkpoints older than `newest`, except the last `keep - 1`.
+def _delete_old(directory: Path, newest: Path) -> None:
+    """Delete the checkpoints older than `newest`, except the last KEEP - 1.
 
     Checkpoints of a higher step stay. This run did not load them, because they are not
     good; a log line named the reason.
     """
     older = [n for n in _names(directory) if _NAME.fullmatch(n) and n < newest.name]
-    for name in older[keep - 1 :]:
+    for name in older[KEEP - 1 :]:
         with contextlib.suppress(OSError):  # The next save tries again.
             (directory / name).unlink()
 

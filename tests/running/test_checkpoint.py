@@ -66,9 +66,9 @@ def contents(step):
     return {"step": step, "tensors": tensors, "state": {"seen": step, "lr": 0.1}}
 
 
-def save_steps(directory, *steps, **kwargs):
+def save_steps(directory, *steps):
     for step in steps:
-        save(directory, **contents(step), **kwargs)
+        save(directory, **contents(step))
 
 
 def names(directory):
@@ -199,17 +199,12 @@ def test_the_last_three_are_kept(tmp_path):
     assert names(tmp_path) == step_names(3, 5, 11)
 
 
-def test_keep_one_keeps_one(tmp_path):
-    save_steps(tmp_path, 1, 2, keep=1)
-    assert names(tmp_path) == step_names(2)
-
-
 def test_a_newer_damaged_one_does_not_displace_what_is_saved(tmp_path):
     save_steps(tmp_path, 1, 7)
     spoil(path_of(tmp_path, 7))
-    save_steps(tmp_path, 2, 3, keep=1)
-    assert names(tmp_path) == step_names(3, 7)
-    assert_good(tmp_path, 3)
+    save_steps(tmp_path, 2, 3, 4, 5)
+    assert names(tmp_path) == step_names(3, 4, 5, 7)
+    assert_good(tmp_path, 5)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -225,12 +220,6 @@ def test_saving_a_damaged_step_again_replaces_it(tmp_path):
     save_steps(tmp_path, 2)
     assert names(tmp_path) == step_names(1, 2)
     assert assert_good(tmp_path, 2).rejected == []
-
-
-def test_a_newer_good_one_does_not_displace_what_is_saved(tmp_path):
-    save_steps(tmp_path, 7)
-    save_steps(tmp_path, 2, keep=1)
-    assert names(tmp_path) == step_names(2, 7)
 
 
 def test_no_checkpoint_at_all_loads_as_none(tmp_path):
@@ -262,12 +251,12 @@ def test_load_survives_a_trainer_that_saves_meanwhile(tmp_path, monkeypatch):
     def read_late(path):
         if not calls:
             monkeypatch.undo()  # What save itself reads is not to wait.
-            save_steps(tmp_path, 2, keep=1)
+            save_steps(tmp_path, 2, 3, 4)
         calls.append(path)
         return read(path)
 
     monkeypatch.setattr(checkpoint, "_read_named", read_late)
-    assert assert_good(tmp_path, 2).rejected == []
+    assert assert_good(tmp_path, 4).rejected == []
     assert calls[0] == path_of(tmp_path, 1)
 
 
@@ -303,7 +292,6 @@ def test_a_model_that_is_not_finite_is_refused(tmp_path, bad):
     [
         ({"step": -1}, "step is -1"),
         ({"step": 10**12}, "step is 10"),
-        ({"keep": 0}, "keep is 0"),
         ({"tensors": {"../model": {}}}, "'../model'"),
     ],
     ids=str,
