@@ -18,7 +18,7 @@ from core.errors import ConfigError
 from core.running import evaluation
 from core.running.evaluation import Game
 from tests import counting_env
-from tests.counting_env import LIVES, LIVES_PER_GAME, NESTED, TRUNCATING, Place
+from tests.counting_env import LIVES, NESTED, TRUNCATING, Place
 
 SEED, NUM_GAMES = 11, 7
 KINDS = {
@@ -105,25 +105,12 @@ def test_games_that_begin_with_seeds_of_their_own_do_too():
     assert games == expected
 
 
-def test_a_game_with_lives_is_the_sum_of_its_episodes():
-    games, _ = play(LIVES)
-    for game in games:
-        assert len(game.life_returns) == LIVES_PER_GAME
-        assert game.game_return == sum(game.life_returns)
-
-
 def test_the_kinds_above_do_end_games_in_both_ways():
     place, cut = first_place(TRUNCATING), []
     for _ in range(NUM_GAMES):
         cut.append(place.is_cut())
         place = place.next_episode()
     assert 1 < sum(cut) < NUM_GAMES - 1
-
-
-@pytest.mark.parametrize("num_games", [1, 2, 5])
-def test_as_many_games_are_played_as_asked_for(num_games):
-    games, _ = play(TRUNCATING, num_games)
-    assert len(games) == num_games
 
 
 def test_a_game_is_reported_before_the_next_one_is_played():
@@ -231,14 +218,6 @@ def test_one_game_has_no_spread(tmp_path):
     result = evaluation.report(iter(GAMES[2:]), tmp_path, step=0, settings={})
     assert (result["episodes"], result["mean_return"]) == (1, 6.0)
     assert result["stderr"] == 0.0
-
-
-def test_report_and_play_go_together(tmp_path):
-    games, _ = play(LIVES)
-    playing = evaluation.play(make_envs(LIVES), Policy(), 0, num_games=NUM_GAMES)
-    result = evaluation.report(playing, tmp_path, step=0, settings={})
-    assert result["mean_return"] == np.mean([game.game_return for game in games])
-    assert result["episodes"] == NUM_GAMES
 
 
 def test_between_two_games_no_call_of_the_environment_runs():

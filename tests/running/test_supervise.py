@@ -86,12 +86,6 @@ def test_waits_double_up_to_the_limit_until_the_budget_is_spent():
     assert waits == [0.1, 0.2, 0.4, 0.8, None]
 
 
-def test_a_worker_that_had_delivered_restarts_at_once():
-    budget = RestartBudget()
-    budget.delivered()
-    assert budget.died() == 0.0
-
-
 def test_a_delivery_makes_the_budget_whole_and_four_times_as_large():
     budget = RestartBudget()
     assert [budget.died(), budget.died()] == [0.1, 0.2]
