@@ -344,12 +344,10 @@ def send_at_parents_end(signum: int) -> None:
 def exit_with_parent() -> None:
     """Make this child process end when its parent ends, also after `kill -9`.
 
-    On Linux the kernel sends SIGKILL. A thread waits for the end of the parent too: for
-    other systems, and for a process that a fork server has started.
+    For systems other than Linux: see `send_at_parents_end`.
     """
     parent = parent_process()
     assert parent is not None, "called in a process without a parent"
-    send_at_parents_end(signal.SIGKILL)
 
     def wait() -> None:
         connection.wait([parent.sentinel])

@@ -210,34 +210,27 @@ def test_a_main_loop_that_hangs_is_ended_with_its_stack():
     assert "in hang" in done.stderr
 
 
-def orphan(pipe, by_thread):
+def orphan(pipe):
     """Run in a grandchild: say that the watch stands, then wait forever."""
-    if by_thread:
-        sys.platform = "unknown"  # Elsewhere the kernel does not do it.
     exit_with_parent()
     pipe.send(os.getpid())
     threading.Event().wait()
 
 
-def middle(method, by_thread):
+def middle(method):
     """Run in a child: start a grandchild, print its id, wait to be killed."""
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
-    process = context.Process(target=orphan, args=(theirs, by_thread))
+    process = context.Process(target=orphan, args=(theirs,))
     process.start()
     assert ours.poll(DEADLINE_S)
     print(ours.recv(), flush=True)
     threading.Event().wait()
 
 
-@pytest.mark.parametrize(
-    "method, by_thread",
-    [(method, False) for method in multiprocessing.get_all_start_methods()]
-    + [("spawn", True)],
-)
-def test_a_child_ends_with_its_killed_parent(method, by_thread, folder):
-    code = "from tests.running.test_supervise import middle; "
-    code += f"middle({method!r}, {by_thread})"
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_a_child_ends_with_its_killed_parent(method, folder):
+    code = f"from tests.running.test_supervise import middle; middle({method!r})"
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,
