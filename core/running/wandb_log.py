@@ -81,7 +81,12 @@ class WandbLog:
         try:
             self._called_at = time.monotonic()
             run = self._init()
-            while (row := self._next()) is not None:
+            while True:
+                self._called_at = None
+                row = self._rows.get()
+                self._called_at = time.monotonic()
+                if row is None:
+                    break
                 step, values = row
                 # W&B ignores steps that it has seen already, before the run was
                 # resumed.
@@ -89,12 +94,6 @@ class WandbLog:
             run.finish()
         except Exception as error:  # A failing service must not stop the run.
             log.warning("Weights & Biases failed, and gets no more rows: %s", error)
-
-    def _next(self) -> _Row | None:
-        self._called_at = None
-        row = self._rows.get()
-        self._called_at = time.monotonic()
-        return row
 
     def _init(self) -> Any:
         return self._wandb.init(
