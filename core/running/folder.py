@@ -73,8 +73,6 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
 
 def link_latest(run_dir: Path) -> None:
     """Make `savedir/latest` a link to the folder of a run."""
-    if run_dir.name == "latest":
-        return
     link = run_dir.with_name("latest")
     temporary = run_dir / f".latest.tmp-{os.getpid()}"  # `sweep` would remove it.
     try:
