@@ -83,6 +83,7 @@ class RunLog:
         meta = run_dir / "meta.json"
         self._meta = meta.read_text(encoding="utf-8") if meta.exists() else None
         self._events = _EventFile(run_dir / "tensorboard", resume_step=resume_step)
+        self._files = (self._csv, self._events.file)
         self._out_logs = [
             handler.file
             for handler in logging.getLogger().handlers
@@ -94,10 +95,6 @@ class RunLog:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    @property
-    def _files(self) -> tuple[LogFile, LogFile]:
-        return self._csv, self._events.file
 
     def _write_header(
         self, fields: Mapping[str, Field], resume_step: float | None
