@@ -137,7 +137,7 @@ def _between_calls(games: Iterator[Game], clock: np.ndarray) -> Iterator[Game]:
 
 def report(
     games: Iterator[Game], run_dir: Path, *, step: int, settings: dict[str, Any]
-) -> dict[str, Any]:
+) -> None:
     """Print each game when it ends; then print statistics of all games.
 
     Each game is also written to `run_dir/test-<time>.csv` as a row. The last two lines
@@ -148,9 +148,6 @@ def report(
     Args:
       step: the step of the checkpoint.
       settings: additional entries of the JSON object, such as the seed.
-
-    Returns:
-      The JSON object.
     """
     played: list[Game] = []
     now = datetime.datetime.now()  # With microseconds: tests may start together.
@@ -198,7 +195,6 @@ def report(
         f"{result['max']:g}; per life {result['mean_life_return']:.2f}"
     )
     print(json.dumps(result))
-    return result
 
 
 def test_run(
