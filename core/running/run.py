@@ -19,7 +19,6 @@ import concurrent.futures
 import contextlib
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -397,7 +396,7 @@ class Run:
         Raises:
           Exception: the error that ended the last attempt to log or to save.
         """
-        terminal.write_to_files()  # By now the actors have been forked.
+        terminal.write_waiting()  # By now the actors have been forked.
         if self._others is not None and not self._has_folder:
             self._others.columns = stats
             return
@@ -409,7 +408,6 @@ class Run:
             elif now - self._began[name] > SAY_HANGS_S:
                 self._began[name] = now
                 log.warning("Waiting for the disk of %s, to %s", self.run_dir, name)
-        sys.stderr.flush()  # Shows the text that a slow terminal has not taken yet.
         if now - self._last_log >= self.flags.log_interval_s:
             self._begin("log", self._write_row, stats)
         if now - self._last_save >= self.flags.checkpoint_interval_s:

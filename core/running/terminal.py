@@ -10,7 +10,7 @@ a process that writes to them blocks. Training must not block.
         output.start()
 
 `never_waiting` starts no thread, so that a program may still fork. A regular file may
-be on a disk that does not answer: after `write_to_files` a thread writes to it. Lines
+be on a disk that does not answer: after `write_waiting` a thread writes to it. Lines
 that cannot be shown are counted. Log records are in the run's out.log in any case. Text
 of C libraries is lost if the terminal does not take it: C code may hold the GIL, so no
 Python thread could keep the text.
@@ -219,19 +219,22 @@ def never_waiting(*, c_code: bool = False) -> Iterator[None]:
 
 def files() -> list[LogFile]:
     """Return the regular files to which stdout and stderr write, if any."""
-    streams = [x for x in (sys.stdout, sys.stderr) if isinstance(x, Terminal)]
-    return [x.file for x in streams if x.file is not None]
+    return [x.file for x in _terminals() if x.file is not None]
 
 
-def write_to_files() -> None:
-    """Write what waits for regular files; from now on in threads.
+def _terminals() -> list[Terminal]:
+    return [x for x in (sys.stdout, sys.stderr) if isinstance(x, Terminal)]
+
+
+def write_waiting() -> None:
+    """Write the text that waits; from now on a thread writes to a regular file.
 
     Call it now and then, so that text does not wait for the next one.
     """
-    for file in files():
-        file.start()
-        if file.has_waiting:
-            file.write(b"")
+    for stream in _terminals():
+        if stream.file is not None:
+            stream.file.start()
+        stream.flush()
 
 
 def _has_descriptor(stream: Any) -> bool:

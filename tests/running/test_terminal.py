@@ -116,7 +116,7 @@ def test_a_file_on_a_disk_that_hangs_holds_nobody_up(
     ours, stream = hanging_file
     monkeypatch.setattr(sys, "stderr", stream)
     with never_waiting():
-        terminal.write_to_files()
+        terminal.write_waiting()
         print("one", file=sys.stderr)
         assert read(ours) == "one\n"  # At once, in case the program is killed.
         fill(stream.fileno())
@@ -143,7 +143,7 @@ def test_a_file_on_a_disk_that_hangs_does_not_hold_up_the_end(
 
     def program() -> None:
         with never_waiting():
-            terminal.write_to_files()
+            terminal.write_waiting()
             fill(stream.fileno())
             print("late" * 50, file=sys.stderr)
 
@@ -163,7 +163,7 @@ def test_a_file_on_a_full_disk_gets_what_waits_once_there_is_room(
             with monkeypatch.context() as patch:
                 patch.setattr(os, "write", write)
                 print("late", file=sys.stderr)
-            terminal.write_to_files()
+            terminal.write_waiting()
             assert (tmp_path / "file").read_text() == "late\n"
 
 
@@ -186,7 +186,7 @@ FORK = """
 import os, sys
 from core.running import terminal
 with terminal.never_waiting():
-    terminal.write_to_files()
+    terminal.write_waiting()
     print("parent", flush=True)
     if os.fork() == 0:
         print("child", flush=True)
