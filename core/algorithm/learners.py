@@ -490,6 +490,7 @@ def train_together(
         learners.end(ends, f"{type(error).__name__}: {error}")
         raise
     else:
+        ranks.record_status(status)  # Now: `end` may wait for the other learners.
         learners.end(status)
         return status
     finally:

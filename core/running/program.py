@@ -32,13 +32,7 @@ def run_program(
     An error that the user can repair is printed as one line, any other error as a
     traceback. A terminal that stops reading does not stop the training.
     """
-
-    def train_recorded(flags: argparse.Namespace) -> Exit:
-        status = train(flags)
-        ranks.record_status(status)  # Now: it may wait for other learners to end.
-        return status
-
-    status = _run(parse_flags, train_recorded, test, argv)
+    status = _run(parse_flags, train, test, argv)
     ranks.record_status(status)
     return status
 
