@@ -38,9 +38,13 @@ class LogFile:
         """Open the file, or write to `fd`, a descriptor that already belongs to it."""
         self.path = path
         self._fd = self._open() if fd is None else fd
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin without a thread and without data.
+
+        Also in a forked process: it lacks the thread, and its parent writes the data.
+        """
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         # Guarded by _changed:
@@ -50,10 +54,6 @@ class LogFile:
         # The number of the latest write asked for, and of the latest one tried.
         self._asked = self._answered = 0
         self._closing = False
-
-    def begin_in_child(self) -> None:
-        """In a forked process, which lacks the thread: begin without a thread."""
-        self._begin()  # The parent writes the data that waits.
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC

@@ -82,7 +82,7 @@ class Terminal(io.TextIOBase):
         self._lock = threading.Lock()
         self._waiting.clear()  # The parent writes this text.
         if self.file is not None:
-            self.file.begin_in_child()
+            self.file.begin()
 
     def write(self, text: str) -> int:
         data = text.encode(self._encoding, "backslashreplace")
