@@ -50,10 +50,6 @@ class CheckpointError(Exception):
     """A checkpoint could not be written, or no good checkpoint exists."""
 
 
-class NoCheckpoint(CheckpointError):
-    """There is no checkpoint, good or bad."""
-
-
 class CheckpointMismatch(CheckpointError):
     """The checkpoint is good, but of another model or optimizer."""
 
@@ -204,19 +200,16 @@ def load(directory: Path) -> Checkpoint | None:
         return found
 
 
-def load_from(path: Path) -> Checkpoint:
+def load_from(path: Path) -> Checkpoint | None:
     """Return the checkpoint at `path`, or the newest good one of the run there.
 
-    A file may have any name.
+    A file may have any name. Returns None if there is no checkpoint at all.
 
     Raises:
-      NoCheckpoint: there is none.
       CheckpointError: the file is not good, or there is no good checkpoint.
     """
     if not path.is_file():
-        if (found := load(path / "checkpoints") or load(path)) is None:
-            raise NoCheckpoint(f"{path} has no checkpoint")
-        return found
+        return load(path / "checkpoints") or load(path)
     try:
         return _read(path)
     except CheckpointError as error:

@@ -123,14 +123,13 @@ class Snapshots:
         place = Path(name).expanduser()
         if not place.exists():
             place = Path(self._flags.savedir) / name
-        try:
-            found = checkpoint.load_from(place)
-        except checkpoint.NoCheckpoint as error:
+        found = checkpoint.load_from(place)
+        if found is None:
             raise ConfigError(
                 f"--init_from is {name}, where there is no checkpoint. Name the folder "
                 "of a run or one of its checkpoints (step-...), or a run in "
                 f"--savedir ({self._flags.savedir})."
-            ) from error
+            )
         for line in found.rejected:
             log.warning("Checkpoint not used: %s", line)
         try:
