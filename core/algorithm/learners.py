@@ -468,6 +468,11 @@ def current() -> Learners | None:
     return _current
 
 
+def share(value: Any) -> Any:
+    """Return learner 0's value in every learner; just the value if there is one."""
+    return value if _current is None else _current.share(value)
+
+
 def train_together(
     train: Callable[[argparse.Namespace], Exit], flags: argparse.Namespace
 ) -> Exit:

@@ -173,8 +173,7 @@ def _trained_env(flags: argparse.Namespace) -> str | None:
         run_dir = Path(flags.savedir) / flags.xpid
         if any(run_dir.glob("checkpoints/step-*")):
             found = folder.recorded_meta(run_dir).get("flags", {}).get("env")
-    others = learners.current()
-    return found if others is None else others.share(found)
+    return learners.share(found)
 
 
 def _is_to_stop(stop: StopSignal) -> bool:

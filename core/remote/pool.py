@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import libtorchbeast
+from core import ranks
 from core.action_spaces import category_sizes, split_mask
 from core.algorithm import learners
 from core.algorithm.update import Learner
@@ -60,12 +61,9 @@ def learner_id(recorded: Mapping[str, Any], run_dir: Path) -> str:
     Args:
       recorded: the run's meta.json, or {} in a new run.
     """
-    others = learners.current()
-    if others is None:
-        return folder.run_id(recorded, run_dir)
-    own = folder.run_id(recorded, run_dir) if others.rank == 0 else ""
-    run_id = others.share(own)
-    return f"{run_id}, learner {others.rank}" if others.rank else run_id
+    rank = ranks.rank()
+    run_id = learners.share(folder.run_id(recorded, run_dir) if rank == 0 else "")
+    return f"{run_id}, learner {rank}" if rank else run_id
 
 
 def max_streams(

@@ -41,14 +41,10 @@ def settle_precision(
         return flags
     choice = None
     if ranks.rank() == 0:
-        choice = recorded_precision(run_dir)
-        if choice is None:
-            choice = best_precision(flags.model, observation_space, devices)
-    others = learners.current()
-    if others is not None:
-        choice = others.share(choice)
-    assert choice is not None
-    precision, reason = choice
+        choice = recorded_precision(run_dir) or best_precision(
+            flags.model, observation_space, devices
+        )
+    precision, reason = learners.share(choice)
     log.info("--precision auto takes %s: %s", precision, reason)
     return argparse.Namespace(**{**vars(flags), "precision": precision})
 

@@ -85,7 +85,6 @@ def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
     Raises:
       RunDirBusy: another process is training in this folder.
     """
-    others = learners.current()
     run_dir = None
     with contextlib.ExitStack() as stack:
         if ranks.rank() == 0:
@@ -97,8 +96,7 @@ def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
         if flags.seed is None and run_dir is not None:
             recorded = folder.recorded_meta(run_dir).get("flags", {})
             flags.seed = recorded.get("seed", secrets.randbelow(2**31))
-        if others is not None:
-            run_dir, flags.seed = others.share((run_dir, flags.seed))
+        run_dir, flags.seed = learners.share((run_dir, flags.seed))
         seed_rng(flags.seed)
         assert run_dir is not None
         yield run_dir
@@ -137,9 +135,8 @@ class Run:
         self._others = learner.learners
         self._has_folder = ranks.rank() == 0
         # meta.json as earlier starts of the run left it.
-        self.recorded = folder.recorded_meta(run_dir) if self._has_folder else {}
-        if self._others is not None:
-            self.recorded = self._others.share(self.recorded)
+        recorded = folder.recorded_meta(run_dir) if self._has_folder else {}
+        self.recorded: dict[str, Any] = learners.share(recorded)
         self.found: checkpoint.Checkpoint | None = None
         self.extra_state: ExtraState = lambda: ({}, {})
         self._snapshots = Snapshots(flags, learner)
@@ -169,8 +166,7 @@ class Run:
             self.found = checkpoint.load(self._checkpoints)
             if self.found is None and self.flags.init_from is not None:
                 self._snapshots.take_weights(self.flags.init_from)
-        if self._others is not None:
-            self.found = self._others.share(self.found)
+        self.found = learners.share(self.found)
         if self.found is not None:
             self._restore(self.found)
         elif self._has_folder and self.recorded.get("starts"):
