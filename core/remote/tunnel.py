@@ -124,6 +124,9 @@ class Connection(asyncio.Protocol):
             self._tls_in.write(data)
             self._decrypt()
 
+    def eof_received(self) -> None:
+        self.close()  # asyncio closes it too, but without a limit.
+
     def connection_lost(self, error: Exception | None) -> None:
         self.error = self.error or error or ConnectionResetError("it has hung up")
         self._wake()
@@ -253,8 +256,8 @@ class Connection(asyncio.Protocol):
             self._deliver(b"".join(pieces))
         self._flush()  # If the handshake failed, tells the other side why.
         if error is not None:
+            self.close()
             self.error = error
-            self.transport.close()
             self._wake()
 
     def _flush(self) -> None:

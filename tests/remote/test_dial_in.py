@@ -214,6 +214,52 @@ def test_who_does_not_read_fills_no_memory(play):
     play(body)
 
 
+@pytest.mark.parametrize("encrypt", [True, False], ids=["tls", "plain"])
+def test_who_says_that_no_more_comes_and_does_not_read_is_ended(
+    play, folders, monkeypatch, encrypt
+):
+    monkeypatch.setattr(tunnel, "CLOSE_S", 0.05)
+    relayed: dict[str, tuple[tunnel.Connection, tunnel.Connection]] = {}
+
+    def relay_at_acceptor(*ends) -> None:
+        relayed["acceptor"] = ends
+        tunnel.relay_between(*ends)
+
+    def relay_at_dialer(server, connection) -> None:
+        relayed["dialer"] = (server, connection)
+        tunnel.relay_between(server, connection)
+        connection.transport.pause_reading()
+
+    monkeypatch.setattr(acceptor_module, "relay_between", relay_at_acceptor)
+    monkeypatch.setattr(dialer, "relay_between", relay_at_dialer)
+
+    def are_bytes_waiting() -> bool:
+        return any(
+            end.transport.get_write_buffer_size() for end in relayed.get("acceptor", ())
+        )
+
+    async def body(scene: Scene) -> None:
+        await scene.open(folders["learner"] if encrypt else None)
+        machine = folders["machine"] if encrypt else None
+        scene.join(await scene.echo("a"), tls_dir=machine)
+        reader, writer = await asyncio.open_unix_connection(f"{await scene.joined()}.0")
+        writer.write(bytes(64 << 20))
+        await scene.until(are_bytes_waiting)
+        _, connection = relayed["dialer"]
+        if encrypt:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                connection._tls.unwrap()
+            connection._flush()
+        else:
+            connection.transport.write_eof()
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.transport.abort()
+        connection.transport.abort()
+
+    play(body)
+
+
 def test_sockets_are_for_this_user_only(play):
     async def body(scene: Scene) -> None:
         old = os.umask(0o177)  # As acceptor.main sets it.
