@@ -108,6 +108,7 @@ class Acceptor:
         # Connections that have sent no hello, the oldest first, and their IP addresses.
         self._silent: dict[Connection, str] = {}
         self._machines: dict[str, Machine] = {}
+        self._joining = asyncio.Lock()  # Held while a machine is added.
         # By ticket: a machine that was asked to dial a tunnel, and the server's index.
         self._tickets: dict[str, tuple[Machine, int]] = {}
         self._listener: asyncio.Server | None = None
@@ -226,21 +227,25 @@ class Acceptor:
 
     async def _serve_machine(self, control: Connection, join: Join) -> None:
         """Serve a machine until its connection ends."""
-        machine = self._machines.get(join.machine)
-        if machine is None and len(self._machines) >= MAX_MACHINES:
-            control.send(f"full {MAX_MACHINES} machines have joined, the maximum")
+        try:
+            # Another connection of this machine waits until `_add` is done: it may say
+            # goodbye at once.
+            async with self._joining:
+                machine = self._machines.get(join.machine)
+                if machine is not None and machine.join != join:
+                    self._remove(machine)
+                    machine = None
+                if machine is None:
+                    if len(self._machines) >= MAX_MACHINES:
+                        said = f"full {MAX_MACHINES} machines have joined, the maximum"
+                        control.send(said)
+                        control.close()
+                        return
+                    machine = await self._add(join)
+        except OSError as error:  # Such as too many open files.
+            self._log_refusal(control, error)
             control.close()
             return
-        if machine is not None and machine.join != join:
-            self._remove(machine)
-            machine = None
-        if machine is None:
-            try:
-                machine = await self._add(join)
-            except OSError as error:  # Such as too many open files.
-                self._log_refusal(control, error)
-                control.close()
-                return
         if machine.removal is not None:
             machine.removal.cancel()
             machine.removal = None

@@ -733,6 +733,38 @@ def test_a_machine_that_joins_again_with_more_servers_stays(play, monkeypatch):
     play(body)
 
 
+def test_a_machine_that_says_goodbye_while_it_is_added_leaves(play, monkeypatch):
+    async def body(scene: Scene) -> None:
+        await scene.open()
+        loop = asyncio.get_running_loop()
+        create, go_on = loop.create_unix_server, asyncio.Event()
+        created = []
+
+        async def create_late(factory, path, **kwargs):
+            created.append(path)
+            await go_on.wait()
+            return await create(factory, path, **kwargs)
+
+        monkeypatch.setattr(loop, "create_unix_server", create_late)
+        ends = []
+        for more in "", "bye\n":
+            ends.append(await asyncio.open_connection(*scene.address.split(":")))
+            join = f"torchbeast 1 plain\njoin {MACHINE} 1 twice\n{more}"
+            ends[-1][1].write(join.encode())
+            await scene.until(lambda: created and not scene.acceptor._silent)
+        for _ in range(10):  # The second connection comes as far as it can.
+            await asyncio.sleep(0)
+        go_on.set()
+        await scene.until(lambda: len(scene.told) == 2)
+        path = created[0].removesuffix(".0")
+        assert scene.told == [("joined", path, 1), ("left", path)]
+        assert not scene.acceptor._machines
+        for _, writer in ends:
+            writer.close()
+
+    play(body)
+
+
 def test_a_connection_that_ends_in_a_handshake_is_no_error(play, folders):
     async def body(scene: Scene) -> None:
         await scene.open(folders["learner"])
