@@ -45,8 +45,8 @@ from core.remote.tunnel import (
     ProtocolError,
     Tasks,
     Tunnel,
+    first_line,
     handle_lines,
-    parse_first_line,
     parse_hello,
     relay_between,
     within,
@@ -162,11 +162,10 @@ class Acceptor:
                     "machines that have dialed in; all machines must dial in again"
                 )
 
-    async def close(self) -> None:
-        """End all connections. The learner keeps the machines: they may dial again."""
+    def close(self) -> None:
+        """End all machines. The learner keeps them in its list: they may dial again."""
         if self._listener is not None:
             self._listener.close()
-        await self._tasks.cancel_all()
         for machine in list(self._machines.values()):
             self._end(machine)
 
@@ -192,11 +191,13 @@ class Acceptor:
             connection.close()  # The tunnel comes too late.
             return
         machine, index = asked
-        self._pair(connection, index, machine.tunnels, machine.waiting)
-        self._ask(machine)
+        self._pair(machine, index, machine.tunnels, machine.waiting, connection)
 
     async def _receive_hello(self, connection: Connection) -> Join | Tunnel:
-        wants_tls = parse_first_line(await connection.line())
+        line = await connection.line()
+        if line not in (first_line(True), first_line(False)):
+            raise ProtocolError(f"expected {first_line(True)!r}, got {line!r:.80}")
+        wants_tls = line == first_line(True)
         if wants_tls != (self._context is not None):
             reason = "with --insecure, not --tls_dir" if wants_tls else "with --tls_dir"
             connection.send(f"no the learner was started {reason}")
@@ -309,9 +310,11 @@ class Acceptor:
 
         try:
             for i, name in enumerate(machine.sockets()):
-                begin = functools.partial(self._begin, machine, i)
+                pair = functools.partial(
+                    self._pair, machine, i, machine.waiting, machine.tunnels
+                )
                 listener = await loop.create_unix_server(
-                    functools.partial(Connection, begin), name, backlog=BACKLOG
+                    functools.partial(Connection, pair), name, backlog=BACKLOG
                 )
                 machine.listeners.append(listener)
         except OSError:
@@ -341,29 +344,26 @@ class Acceptor:
 
     # Tunnels for the connections of the learner.
 
-    def _begin(self, machine: Machine, index: int, connection: Connection) -> None:
-        """Find a tunnel for a new connection of the learner."""
-        self._pair(connection, index, machine.waiting, machine.tunnels)
-        self._ask(machine)
-
     def _pair(
         self,
-        connection: Connection,
+        machine: Machine,
         index: int,
         same: dict[Connection, int],
         others: dict[Connection, int],
+        connection: Connection,
     ) -> None:
         """Relay to a connection that waits in `others`, or wait in `same` for one."""
-        if (other := take(others, index)) is not None:
-            relay_between(connection, other)
-            return
 
         def give_up() -> None:
             if same.pop(connection, None) is not None:
                 connection.close()
 
-        same[connection] = index
-        asyncio.get_running_loop().call_later(OPEN_S, give_up)
+        if (other := take(others, index)) is not None:
+            relay_between(connection, other)
+        else:
+            same[connection] = index
+            asyncio.get_running_loop().call_later(OPEN_S, give_up)
+        self._ask(machine)
 
     def _ask(self, machine: Machine) -> None:
         """Ask a machine for the tunnels that the learner waits for, up to a limit."""
@@ -438,7 +438,7 @@ async def accept(flags: argparse.Namespace) -> None:
             if context is not None:
                 tls.reload(context, flags.tls_dir)
     finally:
-        await acceptor.close()
+        acceptor.close()
 
 
 def name_nbytes(folder: Path) -> int:

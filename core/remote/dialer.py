@@ -11,7 +11,6 @@ it cannot reach the learner, it tries for ever.
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import random
 import re
@@ -80,20 +79,17 @@ class Link:
           ConfigError: the learner has refused this machine MAX_REFUSALS times.
         """
         refusals = 0
-        try:
-            while True:
-                try:
-                    await self._take_part()
-                except (OSError, asyncio.TimeoutError) as error:
-                    refusals = refusals + 1 if isinstance(error, Refused) else 0
-                    text = self._explain(error)
-                    if refusals == MAX_REFUSALS and not self._was_welcome:
-                        raise ConfigError(text) from error
-                    log.warning("%s; trying again", text)
-                await asyncio.sleep(random.uniform(0.5, 1.0) * self._wait_s)
-                self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
-        finally:
-            await self._tasks.cancel_all()
+        while True:
+            try:
+                await self._take_part()
+            except (OSError, asyncio.TimeoutError) as error:
+                refusals = refusals + 1 if isinstance(error, Refused) else 0
+                text = self._explain(error)
+                if refusals == MAX_REFUSALS and not self._was_welcome:
+                    raise ConfigError(text) from error
+                log.warning("%s; trying again", text)
+            await asyncio.sleep(random.uniform(0.5, 1.0) * self._wait_s)
+            self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
 
     def _explain(self, error: Exception) -> str:
         if isinstance(error, socket.gaierror):
@@ -187,15 +183,8 @@ async def dial(flags: argparse.Namespace) -> None:
         Link(learner, sockets[i::n], flags.machines[i], context, flags.keepalive_s)
         for i, learner in enumerate(flags.learner_address)
     ]
-    tasks = [asyncio.ensure_future(link.stay()) for link in links]
-    try:
-        await asyncio.gather(*tasks)  # Raises the first error.
-    finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError, ConfigError):
-                await task
+    # Raises the first error. At the end, asyncio.run cancels the tasks that are left.
+    await asyncio.gather(*(link.stay() for link in links))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

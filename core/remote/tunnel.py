@@ -20,7 +20,6 @@ it has checked the machine's.
 """
 
 import asyncio
-import contextlib
 import logging
 import re
 import ssl
@@ -38,7 +37,6 @@ READ_BYTES = 256 << 10
 CLOSE_S = 5.0  # Time to send waiting bytes before a connection is closed.
 MAX_SERVERS = 10_000  # Servers of one machine.
 
-FIRST_LINE = re.compile(rf"torchbeast {PROTOCOL} (tls|plain)", re.ASCII)
 JOIN = re.compile(r"join ([0-9a-f]{32}) ([1-9]\d{0,4}) ([\w.-]{1,64})", re.ASCII)
 TUNNEL = re.compile(r"tunnel ([0-9a-f]{32})", re.ASCII)
 
@@ -63,17 +61,6 @@ class Tunnel(NamedTuple):
 
 def first_line(encrypt: bool) -> str:
     return f"torchbeast {PROTOCOL} {'tls' if encrypt else 'plain'}"
-
-
-def parse_first_line(line: str) -> bool:
-    """Return whether the other side wants to encrypt.
-
-    Raises:
-      ProtocolError: the line is no first line of this version.
-    """
-    if (match := FIRST_LINE.fullmatch(line)) is None:
-        raise ProtocolError(f"expected {first_line(True)!r}, got {line!r:.80}")
-    return match[1] == "tls"
 
 
 def parse_hello(line: str) -> Join | Tunnel:
@@ -316,14 +303,6 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("Internal error", exc_info=task.exception())
-
-    async def cancel_all(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
 
 
 async def handle_lines(

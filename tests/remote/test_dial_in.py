@@ -115,7 +115,7 @@ class Scene:
             link.cancel()
         await asyncio.gather(*self.links, return_exceptions=True)
         if self.acceptor is not None:
-            await self.acceptor.close()
+            self.acceptor.close()
         for echo in self.echoes:
             echo.close()
 
@@ -469,7 +469,7 @@ def test_a_dialer_notices_a_learner_that_falls_silent(play):
 def test_a_dialer_waits_for_learners_and_survives_their_restarts(play):
     async def body(scene: Scene) -> None:
         await scene.open()  # For a free port.
-        await scene.acceptor.close()
+        scene.acceptor.close()
         scene.join(await scene.echo("a"))
         await scene.until(lambda: "Connect call failed" in scene.log)
         paths = set()
@@ -478,7 +478,7 @@ def test_a_dialer_waits_for_learners_and_survives_their_restarts(play):
             path = await scene.joined(times=i)
             assert await ask(f"{path}.0", b"x") == b"x"
             paths.add(path)
-            await scene.acceptor.close()
+            scene.acceptor.close()
         assert len(paths) == 1
 
     play(body)
