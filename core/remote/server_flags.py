@@ -4,7 +4,7 @@
 import argparse
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from core.flag_types import divisor, int_at_least, number
@@ -36,62 +36,81 @@ def addresses(text: str) -> tuple[str, ...]:
     The result contains lists as dns:NAME:PORT or file:PATH (@PATH becomes file:PATH).
     core.remote.server_lists reads them.
     """
-    result: list[str] = []
-    for part in filter(None, text.split(",")):
-        if part.startswith("@"):
-            part = f"file:{part.removeprefix('@')}"
-        if part == "file:":
-            raise argparse.ArgumentTypeError("expected file:PATH, got no path")
-        if part.startswith("dns:"):
-            match = re.fullmatch(r"dns:[^:/#\s]+:(\d+)", part)
-            if match is None or not 1 <= int(match[1]) <= 65535:
-                raise argparse.ArgumentTypeError(
-                    f"expected dns:NAME:PORT with a port from 1 to 65535, got {part!r}"
-                )
-        result += [part] if part.startswith(LISTS) else plain_addresses(part)
-    return _checked(result, text)
+    return _parse_each(text, _list_or_addresses)
 
 
-def plain_addresses(text: str) -> tuple[str, ...]:
-    """Parse a comma list of server addresses with ranges.
+def tcp_addresses(text: str) -> tuple[str, ...]:
+    """Parse a comma list of host:port, with ranges. For argparse's `type=`."""
+    result = _parse_each(text, plain_addresses)
+    for address in result:
+        if address.startswith("unix:"):
+            raise argparse.ArgumentTypeError(f"expected host:port, got {address!r}")
+    return result
 
-    "a:1-3,unix:/b.0-1" is a:1, a:2, a:3, unix:/b.0 and unix:/b.1.
+
+def _parse_each(text: str, parse: Callable[[str], list[str]]) -> tuple[str, ...]:
+    """Parse the parts of a comma list; refuse a list with an address twice, or none."""
+    result = [x for part in filter(None, text.split(",")) for x in parse(part)]
+    for address, count in collections.Counter(result).items():
+        if count > 1:
+            raise argparse.ArgumentTypeError(
+                f"expected each address once, got {address} twice"
+            )
+    if not result:
+        raise argparse.ArgumentTypeError(f"expected an address, got {text!r}")
+    return tuple(result)
+
+
+def _list_or_addresses(part: str) -> list[str]:
+    if part.startswith("@"):
+        part = f"file:{part.removeprefix('@')}"
+    if part == "file:":
+        raise argparse.ArgumentTypeError("expected file:PATH, got no path")
+    if part.startswith("dns:"):
+        match = re.fullmatch(r"dns:[^:/#\s]+:(\d+)", part)
+        if match is None or not 1 <= int(match[1]) <= 65535:
+            raise argparse.ArgumentTypeError(
+                f"expected dns:NAME:PORT with a port from 1 to 65535, got {part!r}"
+            )
+    return [part] if part.startswith(LISTS) else plain_addresses(part)
+
+
+def plain_addresses(part: str) -> list[str]:
+    """Parse a server's address or a range of them: "a:1-3" is a:1, a:2 and a:3.
 
     Raises:
-      argparse.ArgumentTypeError: the text is no such list.
+      argparse.ArgumentTypeError: the text is no such address or range.
     """
-    result: list[str] = []
-    for part in filter(None, text.split(",")):
-        unquoted_address(part)
-        match = None
-        if len(part) <= MAX_CHARS:
-            match = re.fullmatch(r"(unix:/.*?|.*:)(?:(\d+)-)?(\d+)", part)
-        if part.startswith("unix:/") and (match is None or match[2] is None):
-            result.append(part)  # A path may end in a number without being a range.
-            continue
-        if match is None or part.startswith((":", *LISTS)):
-            raise argparse.ArgumentTypeError(
-                f"expected host:port, host:4431-4446, unix:/path or unix:/path.0-15, "
-                f"got {part!r:.200}"
-            )
-        last = int(match[3])
-        first = last if match[2] is None else int(match[2])
-        if first > last:
-            raise argparse.ArgumentTypeError(
-                f"expected a range from low to high, got {part!r}"
-            )
-        if not (1 <= first and last <= 65535 or part.startswith("unix:")):
-            raise argparse.ArgumentTypeError(
-                f"expected ports from 1 to 65535, got {part!r}"
-            )
-        if last - first >= MAX_RANGE:
-            raise argparse.ArgumentTypeError(
-                f"expected a range of at most {MAX_RANGE} addresses, got {part!r}"
-            )
-        result += [f"{match[1]}{i}" for i in range(first, last + 1)]
+    unquoted_address(part)
+    match = None
+    if len(part) <= MAX_CHARS:
+        match = re.fullmatch(r"(unix:/.*?|.*:)(?:(\d+)-)?(\d+)", part)
+    if part.startswith("unix:/") and (match is None or match[2] is None):
+        _check_address(part)
+        return [part]  # A path may end in a number without being a range.
+    if match is None or part.startswith((":", *LISTS)):
+        raise argparse.ArgumentTypeError(
+            f"expected host:port, host:4431-4446, unix:/path or unix:/path.0-15, "
+            f"got {part!r:.200}"
+        )
+    last = int(match[3])
+    first = last if match[2] is None else int(match[2])
+    if first > last:
+        raise argparse.ArgumentTypeError(
+            f"expected a range from low to high, got {part!r}"
+        )
+    if not (1 <= first and last <= 65535 or part.startswith("unix:")):
+        raise argparse.ArgumentTypeError(
+            f"expected ports from 1 to 65535, got {part!r}"
+        )
+    if last - first >= MAX_RANGE:
+        raise argparse.ArgumentTypeError(
+            f"expected a range of at most {MAX_RANGE} addresses, got {part!r}"
+        )
+    result = [f"{match[1]}{i}" for i in range(first, last + 1)]
     for address in result:
         _check_address(address)
-    return _checked(result, text)
+    return result
 
 
 def _check_address(address: str) -> None:
@@ -120,34 +139,13 @@ def unquoted_address(text: str) -> str:
     return text
 
 
-def _checked(result: Sequence[str], text: str) -> tuple[str, ...]:
-    for address, count in collections.Counter(result).items():
-        if count > 1:
-            raise argparse.ArgumentTypeError(
-                f"expected each address once, got {address} twice"
-            )
-    if not result:
-        raise argparse.ArgumentTypeError(f"expected an address, got {text!r}")
-    return tuple(result)
-
-
 def tcp_address(text: str) -> str:
     """Parse HOST:PORT or :PORT. For argparse's `type=`."""
     match = re.fullmatch(r"(.*):(\d+)", text)
     if match is None or text.startswith(("unix:", *LISTS)) or int(match[2]) > 65535:
         raise argparse.ArgumentTypeError(f"expected host:port, got {text!r}")
-    if expected := find_wrong_host(match[1]):
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r:.200}")
+    _check_address(text)
     return f"{match[1] or '127.0.0.1'}:{match[2]}"
-
-
-def tcp_addresses(text: str) -> tuple[str, ...]:
-    """Parse a comma list of host:port, with ranges. For argparse's `type=`."""
-    result = plain_addresses(text)
-    for address in result:
-        if address.startswith("unix:"):
-            raise argparse.ArgumentTypeError(f"expected host:port, got {address!r}")
-    return result
 
 
 def add_address_flags(group: Any) -> None:
