@@ -169,12 +169,6 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
         server_flags.check_learner_address(parser, flags)
     flags.server_address = flags.server_address or SERVER_ADDRESS
     address = flags.pipes_basename or flags.server_address
-    if flags.remove_folder and flags.learner_address is None:
-        if not (address.startswith("unix:") and "/" in address):
-            parser.error(
-                "--remove_folder is for unix sockets with a folder of their own, but "
-                f"the servers listen at {address}. Leave it out."
-            )
     server_flags.check_tls_flags(parser, flags, flags.learner_address or [address])
     if flags.envs_per_stream is None:
         flags.envs_per_stream = server_flags.ENVS_PER_STREAM
@@ -276,21 +270,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse_flags(argv)
     with terminal.never_waiting():
         setup_logging(flags)
-        return exit_status(flags)
-
-
-def exit_status(flags: argparse.Namespace) -> Exit:
-    """Serve; return the exit status, having logged what went wrong."""
-    try:
-        return serve(flags)
-    except ConfigError as error:
-        log.error("%s", error)
-        return Exit.CONFIG
-    except supervisor.ServerError as error:
-        log.error("%s", error)
-    except Exception:
-        log.exception("The servers failed")
-    return Exit.INTERNAL
+        try:
+            return serve(flags)
+        except ConfigError as error:
+            log.error("%s", error)
+            return Exit.CONFIG
+        except supervisor.ServerError as error:
+            log.error("%s", error)
+        except Exception:
+            log.exception("The servers failed")
+        return Exit.INTERNAL
 
 
 if __name__ == "__main__":

@@ -1360,8 +1360,6 @@ def test_c_code_that_prints_does_not_wait_for_a_pipe_that_nobody_reads(start, fo
         (["--server_address", "unix:/a", "--tls_dir", "c"], "is for TCP"),
         (["--pipes_basename", "unix:/a", "--tls_dir", "c"], "is for TCP"),
         (["--tls_dir", "c", "--insecure"], "contradict each other"),
-        (["--remove_folder"], "is for unix sockets with a folder of their own, but"),
-        (["--server_address", "unix:s", "--remove_folder"], "servers listen at unix:s"),
     ],
 )
 def test_bad_flags_are_exit_2(argv, said, capsys):
