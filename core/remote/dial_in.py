@@ -125,19 +125,16 @@ class DialsOut:
         command += ["--machines", *machines, "--basename", basename]
         command += ["--num_servers", str(flags.num_servers)]
         command += ["--keepalive_s", str(flags.keepalive_s)]
-        where: dict[str, Any] = {
-            "pipes_basename": f"unix:{basename}",
-            "remove_folder": True,
-        }
         if flags.tls_dir is not None:
             command += ["--tls_dir", flags.tls_dir]
-            where["tls_dir"] = None  # The dialer does TLS; the servers do not.
         elif any(map(tls.is_public, flags.learner_address)):
             log.warning(
                 "INSECURE: the traffic with the learner is neither encrypted nor "
                 "authenticated (--insecure)"
             )
-        self.flags = argparse.Namespace(**{**vars(flags), **where})
+        where = {"pipes_basename": f"unix:{basename}", "remove_folder": True}
+        # The dialer does TLS; the servers do not.
+        self.flags = argparse.Namespace(**{**vars(flags), **where, "tls_dir": None})
         self._child = Child("The dialer", command)
 
     def start(self) -> None:

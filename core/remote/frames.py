@@ -77,7 +77,6 @@ class Frame:
         newest_frames: bool = False,
     ):
         self._specs = arrays
-        self._num_envs = num_envs
         shapes = [
             (num_envs, *array.shape[1 if newest_frames and array.stack else 0 :])
             for array in arrays
@@ -156,7 +155,7 @@ class Frame:
         for array, ours, data in zip(self._specs, self.arrays, buffers):
             if len(data) != ours.nbytes:
                 raise WireError(
-                    f"{array} of {self._num_envs} environments: expected {ours.nbytes} "
+                    f"{array} of {len(ours)} environments: expected {ours.nbytes} "
                     f"bytes, got {len(data)}"
                 )
         for ours, data in zip(self.arrays, buffers):

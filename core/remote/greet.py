@@ -254,7 +254,6 @@ def complete_flags(
       ConfigError: --env, --batch_size or --xpid does not fit the servers, or no policy
         fits their spaces, or they do not send what their spaces say.
     """
-    assert welcome.observation is not None and welcome.action is not None
     check_spaces(welcome.observation, welcome.action)
     B, K = new_rollouts(flags), welcome.num_envs
     if B % K:
@@ -284,7 +283,6 @@ def check_arrays(welcome: messages.Welcome, info_keys: tuple[str, ...]) -> None:
     Raises:
       ConfigError: an array is missing or has another type or shape.
     """
-    assert welcome.observation is not None and welcome.action is not None
     row = row_spec(welcome.observation, welcome.action, info_keys)
     for name, spec in (
         ("step_arrays", row),

@@ -92,8 +92,8 @@ class Welcome:
     num_envs: int = field(5, "uint32", 0)
     num_streams: int = field(6, "uint32", 0)
     frames_per_step: int = field(7, "uint32", 0)
-    observation: gym.Space | None = field(8, "space")
-    action: gym.Space | None = field(9, "space")
+    observation: gym.Space = field(8, "space")  # None if it is missing: check_welcome.
+    action: gym.Space = field(9, "space")
     step_arrays: tuple[Array, ...] = field(10, Array, repeated=True)
     action_arrays: tuple[Array, ...] = field(11, Array, repeated=True)
     options: tuple[Option, ...] = field(12, Option, repeated=True)

@@ -89,7 +89,6 @@ def stream_options(
     flags: argparse.Namespace, welcome: messages.Welcome
 ) -> dict[str, Any]:
     """Return the arguments of `libtorchbeast.ActorPool` that concern single streams."""
-    assert welcome.observation is not None and welcome.action is not None
     _, mask = split_mask(welcome.observation)
     return {
         "num_envs": welcome.num_envs,

@@ -139,14 +139,13 @@ class DnsName:
     def __init__(self, entry: str, flags: argparse.Namespace):
         self._name, _, self._port = entry.removeprefix("dns:").rpartition(":")
         self._suffix = f"#{self._name}" if flags.tls_dir else ""
-        self._asked_at: float | None = None
+        self._ask_at = 0.0  # `time.monotonic`.
         self._addresses: list[str] = []
 
     def addresses(self) -> Sequence[str]:
-        now = time.monotonic()
-        if self._asked_at is None or now >= self._asked_at + DNS_S:
+        if (now := time.monotonic()) >= self._ask_at:
             self._addresses = self._resolve()
-            self._asked_at = now
+            self._ask_at = now + DNS_S
         return self._addresses
 
     def _resolve(self) -> list[str]:

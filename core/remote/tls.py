@@ -204,19 +204,17 @@ def diagnose(address: str, folder: str | None) -> str | None:
     place, _, name = address.partition("#")  # See core.remote.server_lists.DnsName.
     host, _, port = place.rpartition(":")
     host = host.strip("[]")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.set_alpn_protocols(["h2"])
     try:
-        if folder is None:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        ours = context(folder, is_server=False)
+        if ours is None:
+            ours = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            ours.check_hostname, ours.verify_mode = False, ssl.CERT_NONE
         else:
-            read(folder, is_server=False)
-            ca, cert, key = _paths(folder)
-            context.load_verify_locations(ca)
-            context.load_cert_chain(cert, key, password="")
+            ours.check_hostname = True
+        ours.set_alpn_protocols(["h2"])
         with (
             socket.create_connection((host, int(port)), DIAGNOSE_S) as tcp,
-            context.wrap_socket(tcp, server_hostname=name or host) as connection,
+            ours.wrap_socket(tcp, server_hostname=name or host) as connection,
         ):
             if folder is None:
                 return "it speaks TLS and this learner does not: add --tls_dir"
