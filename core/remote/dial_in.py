@@ -116,7 +116,7 @@ class DialsOut:
         self._child: Child | None = None
         if flags.learner_address is None:
             return
-        tls.read(flags.tls_dir, is_server=True)  # Raises before the folder exists.
+        tls.files(flags.tls_dir, is_server=True)  # Raises before the folder exists.
         self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
         basename = f"{self._folder}/env"
         command = ["core.remote.dialer", "--learner_address", *flags.learner_address]

@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,10 +163,10 @@ class Server:
         self._stops.put(reason)  # A SimpleQueue is reentrant; an Event is not.
 
     def _credentials(self) -> grpc.ServerCredentials | None:
-        pem_files = tls.read(self._options.tls_dir, is_server=True)
+        pem_files = tls.files(self._options.tls_dir, is_server=True)
         if pem_files is None or self.address.startswith("unix:"):
             return None
-        ca, cert, key = pem_files
+        ca, cert, key = (Path(file).read_bytes() for file in pem_files)
         return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
 
     # gRPC calls these in threads of its pool, and LocalStreams calls the first one.

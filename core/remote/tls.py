@@ -10,7 +10,7 @@ machine has a folder with
 
 `python -m tools.certs` creates these folders. gRPC encrypts the traffic, but its errors
 do not name the cause. This module finds out why a certificate does not work: before a
-connection (`read`) and after a connection failed (`diagnose`). It needs only the
+connection (`files`) and after a connection failed (`diagnose`). It needs only the
 standard library.
 """
 
@@ -39,17 +39,20 @@ def is_public(address: str) -> bool:
         return host != "localhost"
 
 
-def read(folder: str | None, *, is_server: bool) -> tuple[bytes, bytes, bytes] | None:
-    """Return the contents of ca.pem, cert.pem and key.pem; None without a folder.
+def files(
+    folder: str | None, *, is_server: bool = False
+) -> tuple[str, str, str] | None:
+    """Check ca.pem, cert.pem and key.pem; return their paths, None without a folder.
 
     Raises:
-      ConfigError: a server (or a learner) cannot use one of the files.
+      ConfigError: a learner (or a server) cannot use one of the files.
     """
     if folder is None:
         return None
     paths = _paths(folder)
     try:
-        contents = tuple(path.read_bytes() for path in paths)
+        for path in paths:
+            Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(
             f"--tls_dir {folder}: cannot read {error.filename}: {error.strerror}. "
@@ -58,31 +61,21 @@ def read(folder: str | None, *, is_server: bool) -> tuple[bytes, bytes, bytes] |
         ) from error
     _check_permissions(paths[2])
     _check_certificate(paths, is_server=is_server)
-    ca, cert, key = contents
-    return ca, cert, key
+    return paths
 
 
-def files(folder: str | None) -> tuple[str, str, str] | None:
-    """Return the paths of a learner's ca.pem, cert.pem and key.pem, after `read`."""
-    if folder is None:
-        return None
-    read(folder, is_server=False)
-    ca, cert, key = map(str, _paths(folder))
-    return ca, cert, key
-
-
-def _paths(folder: str) -> tuple[Path, Path, Path]:
+def _paths(folder: str) -> tuple[str, str, str]:
     path = Path(folder).expanduser()
-    return path / "ca.pem", path / "cert.pem", path / "key.pem"
+    return str(path / "ca.pem"), str(path / "cert.pem"), str(path / "key.pem")
 
 
-def _check_permissions(key: Path) -> None:
+def _check_permissions(key: str) -> None:
     """Refuse a key that other users can read: they could pretend to be this program.
 
     This is an error, as in ssh, because users may overlook a warning. A group may read
     a key that belongs to another user, such as root.
     """
-    status = key.stat()
+    status = os.stat(key)
     allowed = 0o600 if status.st_uid == os.geteuid() else 0o640
     mode = stat.S_IMODE(status.st_mode)
     if mode & ~allowed & 0o077:
@@ -92,7 +85,7 @@ def _check_permissions(key: Path) -> None:
         )
 
 
-def _check_certificate(paths: tuple[Path, Path, Path], *, is_server: bool) -> None:
+def _check_certificate(paths: tuple[str, str, str], *, is_server: bool) -> None:
     """Check our certificate as the other side will. gRPC would not name the error.
 
     Does a TLS handshake in memory between a server and a client: one side shows our
@@ -146,12 +139,11 @@ def context(folder: str | None, *, is_server: bool) -> ssl.SSLContext | None:
     machine with a server's certificate of its CA.
 
     Raises:
-      ConfigError: as `read`.
+      ConfigError: as `files`.
     """
-    if folder is None:
+    if (paths := files(folder, is_server=is_server)) is None:
         return None
-    read(folder, is_server=is_server)
-    ca, cert, key = _paths(folder)
+    ca, cert, key = paths
     result = ssl.SSLContext(
         ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
     )

@@ -525,13 +525,13 @@ REFUSALS = [
 def test_both_sides_say_why_a_certificate_is_refused(
     play, folders, tmp_path, monkeypatch, machine, learner, machine_says, learner_says
 ):
-    monkeypatch.setattr(tls, "read", lambda *args, **kwargs: None)
+    monkeypatch.setattr(tls, "_check_certificate", lambda paths, is_server: None)
     folders = dict(folders)
     if machine == "both":  # The learner trusts this machine, but not the reverse.
         both = tmp_path / "both"
         both.mkdir()
         for name in ("cert.pem", "key.pem"):
-            (both / name).write_bytes(Path(folders["other learner"], name).read_bytes())
+            shutil.copy(Path(folders["other learner"], name), both)
         pems = [Path(folders[n], "ca.pem").read_text() for n in ("machine", learner)]
         (both / "ca.pem").write_text("".join(pems))
         folders |= {"both": folders["machine"], "other learner": str(both)}
@@ -552,7 +552,7 @@ def test_both_sides_say_why_a_certificate_is_refused(
 def test_a_learner_uses_the_certificate_that_it_has_now(
     play, folders, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tls, "read", lambda *args, **kwargs: None)
+    monkeypatch.setattr(tls, "_check_certificate", lambda paths, is_server: None)
     monkeypatch.setattr(dialer, "MAX_REFUSALS", 10**6)
     monkeypatch.setattr(acceptor_module, "CHECK_S", 0.01)
     monkeypatch.setattr(os, "umask", lambda mask: 0)  # It is this process's.

@@ -377,10 +377,10 @@ def test_files_that_cannot_be_used_are_named(
 ):
     kind = "right" if is_server else "learner"
     folder = shutil.copytree(folders[kind], tmp_path / "mine")
-    assert tls.read(str(folder), is_server=is_server) is not None
+    assert tls.files(str(folder), is_server=is_server) is not None
     change(folder, name, folders[to] / name if isinstance(to, str) else to)
     with pytest.raises(ConfigError, match=said):
-        tls.read(str(folder), is_server=is_server)
+        tls.files(str(folder), is_server=is_server)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_a_certificate_that_others_would_refuse_is_refused_at_once(
     folders, name, is_server, said
 ):
     with pytest.raises(ConfigError, match=said):
-        tls.read(str(folders[name]), is_server=is_server)
+        tls.files(str(folders[name]), is_server=is_server)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
@@ -410,9 +410,9 @@ def test_a_key_that_others_can_read_is_refused(folders, tmp_path, mode):
     folder = shutil.copytree(folders["learner"], tmp_path / "mine")
     (folder / "key.pem").chmod(mode)
     with pytest.raises(ConfigError, match=f"key.pem.*mode {mode:04o}.*chmod 600"):
-        tls.read(str(folder), is_server=False)
+        tls.files(str(folder), is_server=False)
     (folder / "key.pem").chmod(0o400)
-    tls.read(str(folder), is_server=False)
+    tls.files(str(folder), is_server=False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
@@ -420,10 +420,10 @@ def test_somebody_elses_key_may_be_for_our_group(folders, tmp_path):
     folder = shutil.copytree(folders["learner"], tmp_path / "mine")
     os.chown(folder / "key.pem", 1, 0)
     (folder / "key.pem").chmod(0o640)
-    tls.read(str(folder), is_server=False)
+    tls.files(str(folder), is_server=False)
     (folder / "key.pem").chmod(0o644)
     with pytest.raises(ConfigError, match="others can read"):
-        tls.read(str(folder), is_server=False)
+        tls.files(str(folder), is_server=False)
 
 
 def test_a_servers_program_says_what_is_wrong_with_its_files(folders):
@@ -477,7 +477,7 @@ def test_certificates_say_who_and_what_for(tmp_path):
             purpose = ExtendedKeyUsageOID.CLIENT_AUTH
         assert list(extension(leaf, x509.ExtendedKeyUsage)) == [purpose]
         assert not extension(leaf, x509.BasicConstraints).ca
-        tls.read(str(folder), is_server=name != "learner")
+        tls.files(str(folder), is_server=name != "learner")
 
 
 def test_certificates_are_as_strict_as_openssl_can_be(folders):
@@ -547,7 +547,7 @@ def test_what_it_prints_to_run_is_what_the_programs_take(tmp_path, capsys):
     assert polybeast_env.parse_flags(servers).num_servers == 4
     flags = polybeast.parse_flags(learner)
     assert flags.server_addresses[3:5] == ("host1:4434", "[fd00::7]:4431")
-    assert tls.read(flags.tls_dir, is_server=False)
+    assert tls.files(flags.tls_dir, is_server=False)
 
 
 @pytest.mark.parametrize(
