@@ -88,23 +88,22 @@ class Child:
         self._handle = handle
         self._budget = RestartBudget()
         self._process: subprocess.Popen | None = None
-        self._rest = b""  # The first part of a line that is not complete yet.
         self._last_line = ""
 
     def start(self) -> None:
         self._process = start_process([sys.executable, "-m", *self._command])
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
+        self._rest = b""  # The first part of a line that is not complete yet.
         self._began = time.monotonic()
 
     def __enter__(self) -> "Child":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._process is None:
-            return
-        end_process(self._name, self._process)
-        self._close()
+        if self._process is not None:
+            with self._process:  # Closes its pipes.
+                end_process(self._name, self._process)
 
     def check(self) -> None:
         """Log and handle the process's output; start the process again if it died.
@@ -122,7 +121,8 @@ class Child:
         self._read()
         if status is None:
             return
-        self._close()
+        with self._process:
+            pass  # Closes its pipes.
         if status in (Exit.CONFIG, Exit.USAGE):
             raise ConfigError(self._last_line)
         if time.monotonic() - self._began > QUICK_S:
@@ -159,13 +159,6 @@ class Child:
         self._last_line = text or self._last_line
         # The child's `Repeats` has counted it; that of this process must not.
         log.log(level, "%s", text, extra={"is_shown": True})
-
-    def _close(self) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._rest = b""
 
 
 # ------------------------------------------------------------------ in the process
