@@ -28,9 +28,9 @@ from core.running.signals import StopSignal
 
 log = logging.getLogger(__name__)
 
-# Limits for one request; then the learner asks the next server. The limit of a server
-# that is too slow is doubled each time.
-DESCRIBE_S, MAX_DESCRIBE_S = 5.0, 10.0
+# Limits for one request; then the learner asks the next server. The second limit is for
+# a server that has exceeded the first one.
+DESCRIBE_S, SLOW_DESCRIBE_S = 5.0, 10.0
 MAX_REFUSALS = 5  # A server with so many TLS errors in a row does not fit.
 ASK_AGAIN_S = 0.1  # Pause after a server has not answered, or the list was empty.
 SAY_WAITING_S = 10.0  # Interval of log lines while no server answers.
@@ -120,9 +120,9 @@ class _Asker:
         self._flags = flags
         self._trained_env = trained_env
         self._pem_files = tls.files(flags.tls_dir)
-        # By address: how often in a row TLS has failed, and the time limit.
+        # By address: how often in a row TLS has failed.
         self._tls_failures: collections.Counter[str] = collections.Counter()
-        self._limit_s: dict[str, float] = collections.defaultdict(lambda: DESCRIBE_S)
+        self._slow: set[str] = set()  # Servers that have exceeded DESCRIBE_S.
 
     def ask(self, address: str) -> tuple[argparse.Namespace, messages.Welcome]:
         """Return the flags with the server's environment, and its Welcome.
@@ -136,7 +136,7 @@ class _Asker:
             raw = libtorchbeast.describe(
                 address,
                 info_keys=flags.info_keys,
-                timeout_s=self._limit_s[address],
+                timeout_s=SLOW_DESCRIBE_S if address in self._slow else DESCRIBE_S,
                 tls=self._pem_files,
             )
             welcome = codec.decode_welcome(raw)
@@ -146,8 +146,7 @@ class _Asker:
             reason = tls.diagnose(address, flags.tls_dir)
             why = f"{error}; {reason}" if reason else str(error)
             if "DEADLINE_EXCEEDED" in why:
-                limit_s = 2 * self._limit_s[address]
-                self._limit_s[address] = min(limit_s, MAX_DESCRIBE_S)
+                self._slow.add(address)
             failures = self._tls_failures[address] + 1 if reason else 0
             self._tls_failures[address] = failures
             is_permanent = isinstance(error, libtorchbeast.ServerMismatch)

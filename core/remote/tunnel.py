@@ -254,8 +254,7 @@ class Connection(asyncio.Protocol):
 
 def relay_between(a: Connection, b: Connection) -> None:
     """Relay all bytes between two connections; when one ends, end the other."""
-    for one, other in ((a, b), (b, a)):
-        one._other = other
+    a._other, b._other = b, a
     for one, other in ((a, b), (b, a)):
         if one._received:
             one.was_used = True
