@@ -1218,7 +1218,7 @@ def test_a_stopped_server_is_continued(start, folder):
         client.step(0)
         for process in processes:
             wait_until(lambda: process.status() != psutil.STATUS_STOPPED)  # noqa: B023
-    assert program.text().count("was stopped; continuing it") == 2
+    program.wait_for(lambda: program.text().count("was stopped; continuing it") == 2)
 
 
 def test_a_server_without_grpcio_says_so_in_one_line(start, folder, tmp_path):
