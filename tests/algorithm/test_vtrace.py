@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core.algorithm import vtrace
@@ -29,11 +29,6 @@ def random_arguments(seed=0, T=T, B=B, dtype=torch.float64):
         "bootstrap_value": rng.normal(size=B),
     }
     return {name: torch.tensor(x, dtype=dtype) for name, x in arguments.items()}
-
-
-def on_policy_arguments(seed=0):
-    arguments = random_arguments(seed)
-    return arguments | {"log_rhos": torch.zeros(T, B, dtype=torch.float64)}
 
 
 def paper_sum(
@@ -89,41 +84,22 @@ def assert_equal(actual, expected):
         )
 
 
-@pytest.mark.parametrize("lambda_", [1.0, 0.7, 0.0])
-@pytest.mark.parametrize("clip_c_threshold", [1.0, 0.5, 1.7])
-@pytest.mark.parametrize("clip_pg_rho_threshold", [1.0, 2.3, None])
-@pytest.mark.parametrize("clip_rho_threshold", [1.0, 1.9, None])
-def test_targets_and_advantages_are_the_papers_sum(
-    clip_rho_threshold, clip_pg_rho_threshold, clip_c_threshold, lambda_
-):
-    arguments = random_arguments()
-    options = {
-        "clip_rho_threshold": clip_rho_threshold,
-        "clip_pg_rho_threshold": clip_pg_rho_threshold,
-        "clip_c_threshold": clip_c_threshold,
-        "lambda_": lambda_,
-    }
-    assert_equal(
-        vtrace.from_importance_weights(**arguments, **options),
-        paper_sum(**arguments, **options),
-    )
-
-
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(
     seed=st.integers(min_value=0, max_value=2**31),
     T=st.integers(min_value=1, max_value=11),
     B=st.integers(min_value=1, max_value=5),
     clip_rho=st.none() | st.floats(min_value=0.0, max_value=3.0),
+    clip_pg_rho=st.none() | st.floats(min_value=0.0, max_value=3.0),
     clip_c=st.floats(min_value=0.0, max_value=2.0),
     lambda_=st.floats(min_value=0.0, max_value=1.0),
 )
-def test_any_size_and_any_options_agree_with_the_sum(
-    seed, T, B, clip_rho, clip_c, lambda_
+def test_targets_and_advantages_are_the_papers_sum(
+    seed, T, B, clip_rho, clip_pg_rho, clip_c, lambda_
 ):
     arguments = random_arguments(seed, T, B)
     options = {
         "clip_rho_threshold": clip_rho,
+        "clip_pg_rho_threshold": clip_pg_rho,
         "clip_c_threshold": clip_c,
         "lambda_": lambda_,
     }
@@ -141,39 +117,6 @@ def test_float32_of_production_agrees_with_the_sum_in_float64():
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_defaults_are_those_of_the_paper():
-    arguments = random_arguments()
-    assert_equal(
-        vtrace.from_importance_weights(**arguments),
-        paper_sum(
-            **arguments,
-            clip_rho_threshold=1.0,
-            clip_pg_rho_threshold=1.0,
-            clip_c_threshold=1.0,
-            lambda_=1.0,
-        ),
-    )
-
-
-def test_on_policy_targets_are_n_step_returns():
-    arguments = on_policy_arguments()
-    rewards, discounts = arguments["rewards"], arguments["discounts"]
-    n_step_returns = torch.empty(T, B, dtype=torch.float64)
-    return_ = arguments["bootstrap_value"]
-    for t in reversed(range(T)):
-        return_ = rewards[t] + discounts[t] * return_
-        n_step_returns[t] = return_
-    returns = vtrace.from_importance_weights(**arguments)
-    assert_equal(returns, (n_step_returns, n_step_returns - arguments["values"]))
-
-
-def test_on_policy_targets_with_lambda_zero_are_one_step_targets():
-    arguments = on_policy_arguments()
-    next_values = torch.stack([*arguments["values"][1:], arguments["bootstrap_value"]])
-    vs, _ = vtrace.from_importance_weights(**arguments, lambda_=0.0)
-    assert_equal([vs], [arguments["rewards"] + arguments["discounts"] * next_values])
-
-
 def test_a_small_case_worked_out_by_hand():
     # delta_1 = 0.5 * (4 + 0.5 * 8 - 2) = 3; delta_0 = 1 * (3 + 0.5 * 2 - 1) = 3.
     # v_1 = 2 + 3 = 5; v_0 = 1 + 3 + 0.5 * 1 * 3 = 5.5.
@@ -187,56 +130,6 @@ def test_a_small_case_worked_out_by_hand():
     )
     torch.testing.assert_close(vs, torch.tensor([[5.5], [5.0]]))
     torch.testing.assert_close(pg_advantages, torch.tensor([[4.5], [3.0]]))
-
-
-def test_a_step_of_weight_zero_keeps_its_value_and_has_no_advantage():
-    arguments = random_arguments()
-    arguments["log_rhos"][2, 1] = -math.inf
-    vs, pg_advantages = vtrace.from_importance_weights(**arguments)
-    assert vs[2, 1] == arguments["values"][2, 1]
-    assert pg_advantages[2, 1] == 0
-
-
-def test_weights_of_zero_everywhere_give_back_the_values():
-    arguments = random_arguments()
-    arguments["log_rhos"].fill_(-math.inf)
-    vs, pg_advantages = vtrace.from_importance_weights(
-        **arguments, clip_rho_threshold=None, clip_pg_rho_threshold=None
-    )
-    assert torch.equal(vs, arguments["values"])
-    assert not pg_advantages.any()
-
-
-def test_the_end_of_an_episode_hides_what_comes_after():
-    arguments = random_arguments()
-    arguments["discounts"][2] = 0
-    before = vtrace.from_importance_weights(**arguments)
-    for name in ("log_rhos", "rewards", "values"):
-        arguments[name][3:] = 17.0
-    arguments["bootstrap_value"].fill_(17.0)
-    after = vtrace.from_importance_weights(**arguments)
-    assert_equal([x[:3] for x in after], [x[:3] for x in before])
-
-
-def test_permuting_the_batch_permutes_the_results():
-    order = torch.tensor([2, 0, 1])
-    arguments = random_arguments()
-    permuted = {name: x[..., order] for name, x in arguments.items()}
-    returns = vtrace.from_importance_weights(**arguments)
-    for actual, expected in zip(
-        vtrace.from_importance_weights(**permuted), returns, strict=True
-    ):
-        assert torch.equal(actual, expected[:, order])
-
-
-def test_scaling_rewards_and_values_scales_the_results():
-    arguments = random_arguments()
-    returns = vtrace.from_importance_weights(**arguments)
-    for name in ("rewards", "values", "bootstrap_value"):
-        arguments[name] = 3.0 * arguments[name]
-    assert_equal(
-        vtrace.from_importance_weights(**arguments), [3.0 * x for x in returns]
-    )
 
 
 def test_no_gradient_flows_through_the_results():
