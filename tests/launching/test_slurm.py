@@ -12,7 +12,6 @@ from tests.launching.slurm import require_slurm, running_slurm
 from tools import certs
 from tools.runs import log_rows, num_rows
 
-STEPS = 120_000  # Two learners know Catch after 25,000.
 END_S = 180.0
 ROOT = Path(__file__).parents[2]
 
@@ -43,18 +42,6 @@ def submit(slurm, folder, nodes, steps):
     return slurm.run(*train, env=settings, cwd=ROOT)
 
 
-def assert_finished(slurm, folder, job, steps):
-    """Wait for the job's end; return its log, which has each row once."""
-    slurm.wait_until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), limit_s=END_S)
-    assert slurm.state(job) == "COMPLETED"
-    rows = log_rows(folder / "x")
-    logged = [int(row["step"]) for row in rows]
-    assert logged == sorted({*logged})
-    assert logged[-1] >= steps
-    slurm.wait_until(lambda: slurm.run("squeue", "-h") == "")  # Servers have ended.
-    return rows
-
-
 def learners_of(job, rank):
     """Return the learner's process in a list, which is empty while there is none."""
     found = []
@@ -83,16 +70,24 @@ def kill_learner(folder, job, rank):
     wait_until(lambda: num_rows(folder / "x") > rows)
 
 
-@pytest.mark.slow
-def test_a_run_on_one_node_trains_to_its_end(slurm, tmp_path):
-    job = submit(slurm, tmp_path, nodes=1, steps=2_000)
-    assert_finished(slurm, tmp_path, job, steps=2_000)
+def steps_of(folder):
+    return [int(row["step"]) for row in log_rows(folder / "x")]
 
 
 @pytest.mark.slow
-def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_run_trains_to_its_end(slurm, tmp_path, nodes):
+    job = submit(slurm, tmp_path, nodes, steps=2_000)
+    slurm.wait_until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), limit_s=END_S)
+    assert slurm.state(job) == "COMPLETED"
+    assert steps_of(tmp_path)[-1] >= 2_000
+    slurm.wait_until(lambda: slurm.run("squeue", "-h") == "")  # Servers have ended.
+
+
+@pytest.mark.slow
+def test_a_preempted_run_is_requeued_and_goes_on(slurm, tmp_path):
     """On two nodes. Each learner is killed before that, one after the other."""
-    job = submit(slurm, tmp_path, nodes=2, steps=STEPS)
+    job = submit(slurm, tmp_path, nodes=2, steps=10**9)
     wait_until(lambda: num_rows(tmp_path / "x") > 1)
     for rank in ("0", "1"):
         kill_learner(tmp_path, job, rank)
@@ -109,7 +104,8 @@ def test_a_preempted_run_is_requeued_and_goes_on_to_its_end(slurm, tmp_path):
     slurm.wait_until(lambda: slurm.describe(job)["Restarts"] == "1")
     output = tmp_path / "output.txt"
     assert "Stopped by SIGTERM" in output.read_text()
-    starts = output.read_text().count("goes on from step")
-    rows = assert_finished(slurm, tmp_path, job, steps=STEPS)
-    assert float(rows[-1]["mean_episode_return"]) > 0.8  # Random play: -0.6.
+    starts, last = output.read_text().count("goes on from step"), steps_of(tmp_path)[-1]
+    wait_until(lambda: steps_of(tmp_path)[-1] > last)
     assert output.read_text().count("goes on from step") == starts + 1
+    steps = steps_of(tmp_path)
+    assert steps == sorted({*steps})
