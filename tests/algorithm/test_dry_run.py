@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""core.algorithm.dry_run: ten wrong networks are refused with what was expected and
-what came."""
+"""core.algorithm.dry_run: wrong networks are refused with what was expected and got."""
 
 import gymnasium as gym
 import numpy as np
@@ -17,7 +16,7 @@ from core.algorithm.dry_run import dry_run, dry_run_loss, explain_create_net
 from core.algorithm.recurrent import unroll_lstm
 from core.environments.toys import Catch
 from core.errors import ConfigError
-from core.nests import ArraySpec, leaves
+from core.nests import ArraySpec, leaves, map_nest
 from core.rollout import Spaces
 from tests.trainers.test_net import ATARI, VECTORS
 
@@ -50,77 +49,27 @@ class Tiny(nn.Module):
         return {"policy_logits": x[..., :A], "baseline": x[..., A]}, core_state
 
 
-class OtherShape(Tiny):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return {**outputs, "policy_logits": outputs["policy_logits"][..., 1:]}, ()
+class Changed(Tiny):
+    """Gives other things than `Tiny`: what `change` makes of its outputs and state."""
 
-
-class OtherDtype(Tiny):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return {**outputs, "baseline": outputs["baseline"].double()}, ()
-
-
-class ExtraAxis(Tiny):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return {**outputs, "baseline": outputs["baseline"].unsqueeze(-1)}, ()
-
-
-class Flat(Tiny):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return {k: x.flatten(0, 1) for k, x in outputs.items()}, core_state
-
-
-class BatchFirst(Tiny):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return {k: x.movedim(0, 1) for k, x in outputs.items()}, core_state
-
-
-class Squeezing(Tiny):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return {k: x.squeeze() for k, x in outputs.items()}, core_state
-
-
-class Nameless(Tiny):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return {"logits": outputs["policy_logits"]}, core_state
-
-
-class Stateless(Tiny):
-    def forward(self, rows, core_state=()):
-        return super().forward(rows, core_state)[0]
-
-
-class TupleOutputs(Tiny):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return tuple(outputs.values()), core_state
-
-
-class Detached(Tiny):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return {k: x.detach() for k, x in outputs.items()}, core_state
-
-
-class ForgetsItsState(Tiny):
-    def __init__(self) -> None:
-        super().__init__(use_lstm=True)
+    def __init__(self, change, use_lstm=False):
+        super().__init__(use_lstm)
+        self.change = change
 
     def forward(self, rows, core_state=()):
-        return super().forward(rows, core_state)[0], ()
+        return self.change(*super().forward(rows, core_state))
 
 
-class GrowsItsState(ForgetsItsState):
-    def forward(self, rows, core_state=()):
-        outputs, core_state = Tiny.forward(self, rows, core_state)
-        return outputs, tuple(torch.cat([s, s], dim=2) for s in core_state)
+def each(change):
+    """Return a `Changed` in which each output is changed in this way."""
+    return lambda: Changed(lambda outputs, state: (map_nest(change, outputs), state))
+
+
+def one(name, change):
+    """Return a `Changed` in which the output of this name is changed."""
+    return lambda: Changed(
+        lambda outputs, state: ({**outputs, name: change(outputs[name])}, state)
+    )
 
 
 class BatchFirstState(Tiny):
@@ -141,53 +90,91 @@ class ScalesInPlace(Tiny):
 
 
 WRONG = {
-    OtherShape: "'policy_logits', .* expected float32[1,1,7], got float32[1,1,6]",
-    OtherDtype: "'baseline', .* expected float32[1,1], got float64[1,1]",
-    ExtraAxis: "'baseline', .* expected float32[1,1], got float32[1,1,1]",
-    Flat: "'policy_logits', .* expected float32[1,1,7], got float32[1,7]",
-    BatchFirst: "of 1 rows of 3 environments, expected float32[1,3,7], got "
-    "float32[3,1,7]",
-    Squeezing: "'policy_logits', .* expected float32[1,1,7], got float32[7]",
-    Nameless: "expected 'policy_logits' among forward's outputs, got only 'logits'",
-    Stateless: "forward expected a tuple (outputs, core_state), got a dict with "
-    "'policy_logits', 'baseline'",
-    TupleOutputs: "outputs expected a dict with policy_logits, baseline, got a tuple "
-    "of 2",
-    Detached: "'policy_logits', .* expected a gradient .* got none",
-    ForgetsItsState: "forward's core_state expected a tuple of 2, got a tuple of 0",
-    GrowsItsState: "core_state[0] .* expected float32[1,1,13], got float32[1,1,26]",
-    BatchFirstState: "initial_state(3)[0] expected a tensor [layers, 3, ...], got "
-    "float32[3,1,5]",
-    ScalesInPlace: "in place on its input 'observation': expected a new tensor",
-    ListState: "initial_state expected a tuple of tensors, or () for no state, got a "
-    "list",
+    "other shape": (
+        one("policy_logits", lambda x: x[..., 1:]),
+        "'policy_logits', .* expected float32[1,1,7], got float32[1,1,6]",
+    ),
+    "other dtype": (
+        one("baseline", torch.Tensor.double),
+        "'baseline', .* expected float32[1,1], got float64[1,1]",
+    ),
+    "extra axis": (
+        one("baseline", lambda x: x.unsqueeze(-1)),
+        "'baseline', .* expected float32[1,1], got float32[1,1,1]",
+    ),
+    "flat": (
+        each(lambda x: x.flatten(0, 1)),
+        "'policy_logits', .* expected float32[1,1,7], got float32[1,7]",
+    ),
+    "batch first": (
+        each(lambda x: x.movedim(0, 1)),
+        "of 1 rows of 3 environments, expected float32[1,3,7], got float32[3,1,7]",
+    ),
+    "squeezing": (
+        each(torch.squeeze),
+        "'policy_logits', .* expected float32[1,1,7], got float32[7]",
+    ),
+    "detached": (
+        each(torch.detach),
+        "'policy_logits', .* expected a gradient .* got none",
+    ),
+    "nameless": (
+        lambda: Changed(lambda outputs, state: ({"logits": outputs["baseline"]}, ())),
+        "expected 'policy_logits' among forward's outputs, got only 'logits'",
+    ),
+    "stateless": (
+        lambda: Changed(lambda outputs, state: outputs),
+        "forward expected a tuple (outputs, core_state), got a dict with "
+        "'policy_logits', 'baseline'",
+    ),
+    "tuple of outputs": (
+        lambda: Changed(lambda outputs, state: (tuple(outputs.values()), state)),
+        "outputs expected a dict with policy_logits, baseline, got a tuple of 2",
+    ),
+    "forgets its state": (
+        lambda: Changed(lambda outputs, state: (outputs, ()), use_lstm=True),
+        "forward's core_state expected a tuple of 2, got a tuple of 0",
+    ),
+    "grows its state": (
+        lambda: Changed(
+            lambda outputs, state: (
+                outputs,
+                tuple(torch.cat([s, s], 2) for s in state),
+            ),
+            use_lstm=True,
+        ),
+        "core_state[0] .* expected float32[1,1,13], got float32[1,1,26]",
+    ),
+    "batch first in its state": (
+        BatchFirstState,
+        "initial_state(3)[0] expected a tensor [layers, 3, ...], got float32[3,1,5]",
+    ),
+    "scales in place": (
+        ScalesInPlace,
+        "in place on its input 'observation': expected a new tensor",
+    ),
+    "list of states": (
+        ListState,
+        "initial_state expected a tuple of tensors, or () for no state, got a list",
+    ),
 }
 
 
-def refusal(net: nn.Module) -> str:
+@pytest.mark.parametrize("make, said", WRONG.values(), ids=WRONG)
+def test_a_wrong_network_is_refused_with_what_was_expected_and_what_came(make, said):
     with pytest.raises(ConfigError) as error:
-        dry_run(net, BOX, ACTIONS, OUTPUTS)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("net", WRONG, ids=lambda net: net.__name__)
-def test_a_wrong_network_is_refused_with_what_was_expected_and_what_came(net):
-    message = refusal(net())
+        dry_run(make(), BOX, ACTIONS, OUTPUTS)
+    message = str(error.value)
     assert message.startswith("the network: ") and "\n" not in message
-    for part in WRONG[net].split(" .* "):
+    for part in said.split(" .* "):
         assert part in message, message
 
 
-class Auxiliary(Tiny):
-    """Has one more output."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-
-    def forward(self, rows, core_state=()):
-        outputs, core_state = super().forward(rows, core_state)
-        return {**outputs, "aux": self.make(outputs["baseline"])}, core_state
+def with_aux(make):
+    """Return a `Changed` that has one more output."""
+    return Changed(
+        lambda outputs, state: ({**outputs, "aux": make(outputs["baseline"])}, state)
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +187,7 @@ class Auxiliary(Tiny):
 )
 def test_an_output_for_the_rollout_needs_no_gradient(make, dtype):
     outputs = {**OUTPUTS, "aux": ArraySpec((), np.dtype(dtype))}
-    dry_run(Auxiliary(make), BOX, ACTIONS, outputs, stores_all=True)
+    dry_run(with_aux(make), BOX, ACTIONS, outputs, stores_all=True)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +200,9 @@ def test_an_output_for_the_rollout_needs_no_gradient(make, dtype):
     ],
 )
 def test_an_output_that_no_rollout_can_hold_is_named(make, got):
-    dry_run(Auxiliary(make), BOX, ACTIONS, OUTPUTS)  # Only `OUTPUTS` are stored.
+    dry_run(with_aux(make), BOX, ACTIONS, OUTPUTS)  # Only `OUTPUTS` are stored.
     with pytest.raises(ConfigError) as error:
-        dry_run(Auxiliary(make), BOX, ACTIONS, OUTPUTS, stores_all=True)
+        dry_run(with_aux(make), BOX, ACTIONS, OUTPUTS, stores_all=True)
     assert str(error.value) == (
         "the network: forward's 'aux', of 1 rows of 1 environments, expected a tensor "
         f"[1,1,...] of a numpy dtype, got {got}"
@@ -223,14 +210,12 @@ def test_an_output_that_no_rollout_can_hold_is_named(make, got):
 
 
 def test_a_network_without_a_gradient_is_found():
-    class WritesOverItsActivations(Tiny):
-        def forward(self, rows, core_state=()):
-            outputs, core_state = super().forward(rows, core_state)
-            value = outputs["baseline"].exp()
-            return {**outputs, "baseline": value.mul_(value)}, core_state
+    def square_in_place(x):
+        value = x.exp()
+        return value.mul_(value)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        dry_run(WritesOverItsActivations(), BOX, ACTIONS, OUTPUTS)
+        dry_run(one("baseline", square_in_place)(), BOX, ACTIONS, OUTPUTS)
 
 
 def test_a_network_that_cannot_go_past_the_end_of_an_episode_is_found():
