@@ -167,12 +167,6 @@ def files_in_dev_shm():
     return found
 
 
-def test_no_file_is_left_in_dev_shm_even_while_in_use(memory):
-    shared = SharedArrays({"a": ArraySpec((ODD_SIZE,), np.dtype(np.uint8))})
-    assert files_in_dev_shm() == []
-    del shared
-
-
 def make_and_die(memfd):
     if not memfd:
         del os.memfd_create
@@ -351,15 +345,6 @@ def test_a_child_fills_its_buffer_and_no_other(method, buffers):
     for slab, state in zip(buffers.agent_state, states):
         state[3] = 0.5
         np.testing.assert_array_equal(slab, state)
-
-
-def test_buffers_cost_two_file_descriptors():
-    before = open_files()
-    made = RolloutBuffers(
-        ROW_SPEC, STATE_SPEC, num_buffers=97, unroll_length=T, envs_per_actor=E
-    )
-    assert len(open_files() - before) == 2
-    del made
 
 
 # --------------------------------------------------------------------- BatchAssembler

@@ -43,14 +43,6 @@ def test_every_key_of_every_row_follows_from_the_row_before(kind):
     assert np.isnan(rows["info"]["half"]).any() and (rows["info"]["half"] > 0).any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rollouts_that_overlap_by_one_row_continue_each_other(kind):
-    rows = collect(lambda: CountingEnv(kind), num_steps=65)
-    for start in range(0, 65, 13):
-        rollout = map_nest(lambda a: a[start : start + 14], rows)  # noqa: B023
-        check_rollout(rollout, at(rows, start))
-
-
 @pytest.mark.parametrize(
     "key",
     ["reward", "done", "truncated", "episode_return", "episode_step", "last_action"],
@@ -158,15 +150,6 @@ def test_truncation_takes_one_row_where_it_is_done(kind):
     before = (counting_env.decode(code) for code in rows["observation"][:-1, 0])
     ends = rows["done"][1:, 0]
     assert any(place.is_cut() and end for place, end in zip(before, ends, strict=True))
-
-
-def test_time_limit_of_gymnasium_truncates_in_two_rows():
-    rows = collect(
-        lambda: gym.wrappers.TimeLimit(make("CartPole-v1"), 5), num_steps=12, num_envs=1
-    )
-    assert np.flatnonzero(rows["truncated"]).tolist() == [5, 11]
-    assert np.flatnonzero(rows["done"]).tolist() == [0, 6, 12]
-    assert rows["info"]["game_return"][[5, 11], 0].tolist() == [5, 5]
 
 
 def test_termination_wins_over_truncation():

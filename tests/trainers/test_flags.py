@@ -601,12 +601,6 @@ def test_init_from_is_for_training(program, trained, tmp_path, capsys):
         assert part in message
 
 
-def test_video_and_greedy_go_with_test(program, trained, tmp_path):
-    trained("--xpid a --env Catch")
-    flags = parse_test(program, tmp_path, "--video --greedy --num_episodes 3")
-    assert (flags.video, flags.greedy, flags.num_episodes) == (True, True, 3)
-
-
 def test_a_damaged_meta_json_is_a_configuration_error(program, tmp_path, capfd):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "meta.json").write_text("{")

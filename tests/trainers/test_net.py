@@ -593,24 +593,6 @@ def test_the_stored_state_is_not_used_where_an_episode_begins(name):
         torch.testing.assert_close(got, want, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("t", range(7))
-def test_nothing_leaks_over_the_end_of_an_episode(t):
-    done = dones(7, t, columns=[1])
-    lstm, x, state = make_lstm(done)
-    changed = x.detach().clone()
-    changed[:t, 1] += 1.0  # Another past of column 1, state included.
-    other = tuple(s.detach().clone() for s in state)
-    for s in other:
-        s[:, 1] -= 2.0
-    with torch.no_grad():
-        y, last = unroll_lstm(lstm, x, done, state)
-        y2, last2 = unroll_lstm(lstm, changed, done, other)
-    torch.testing.assert_close(y2[t:], y[t:], atol=1e-12, rtol=0)
-    torch.testing.assert_close(last2, last, atol=1e-12, rtol=0)
-    if t > 0:
-        assert not torch.isclose(y2[:t, 1], y[:t, 1]).all()
-
-
 @pytest.mark.parametrize("name", ["nowhere", "middle", "everywhere", "random 6"])
 def test_the_lstm_runs_once_whatever_the_number_of_rows(name):
     lstm, x, state = make_lstm(DONES[name])
@@ -618,22 +600,6 @@ def test_the_lstm_runs_once_whatever_the_number_of_rows(name):
     lstm.register_forward_hook(lambda *_: calls.append(1))
     unroll_lstm(lstm, x, DONES[name], state)
     assert len(calls) == 1
-
-
-def test_the_net_carries_its_state_from_rollout_to_rollout():
-    space = VECTORS["box"]
-    net = make_net(space, use_lstm=True)
-    rows = make_rows(space, spaces.Discrete(A), num_rows=11)
-    rows["done"][:] = False
-    rows["done"][[4, 7], [0, 2]] = True
-    with torch.no_grad():
-        whole, whole_state = net(rows, net.initial_state(B))
-        first, state = net(map_nest(lambda x: x[:5], rows), net.initial_state(B))
-        second, state = net(map_nest(lambda x: x[5:], rows), state)
-    for key in whole:
-        parts = torch.cat([first[key], second[key]])
-        torch.testing.assert_close(parts, whole[key], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(state, whole_state, atol=1e-6, rtol=1e-5)
 
 
 def test_an_episode_begins_with_a_new_recurrent_state():
@@ -654,11 +620,3 @@ def test_the_initial_state_is_zero_and_empty_without_lstm():
     assert make_net(space).initial_state(B) == ()
     state = make_net(space, use_lstm=True).initial_state(B)
     assert all(s.shape == (1, B, LSTM_SIZE) and not s.any() for s in state)
-
-
-def test_gym_s_own_environment_fits_without_any_number_given():
-    env = gym.make("CartPole-v1")
-    net = make_net(env.observation_space, env.action_space)
-    outputs, _ = net(make_rows(env.observation_space, env.action_space))
-    assert outputs["policy_logits"].shape == (T, B, 2)
-    env.close()
