@@ -162,10 +162,6 @@ def settled(returns: list[float]) -> float:
     return statistics.median(returns[-(len(returns) // 4) :])
 
 
-def test_memory_is_learned_with_a_recurrent_state(train):
-    assert settled(train(*MEMORY, "--serial", "--use_lstm")) >= 0.9
-
-
 def test_memory_is_learned_with_the_state_that_the_actor_pool_keeps(train):
     assert settled(train(*MEMORY, "--use_lstm", module="polybeast")) >= 0.9
 
