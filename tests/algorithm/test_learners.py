@@ -291,7 +291,7 @@ IN_CONTAINERS = """
 import sys
 from types import SimpleNamespace
 from core.algorithm import learners
-found = learners._connect(SimpleNamespace(stall_timeout_s=5.0, on_stall="stop"))
+found = learners._connect(SimpleNamespace(stall_timeout_s=2.0, on_stall="stop"))
 if found.rank == 1:
     sys.stdin.read()  # It hangs.
 try:
@@ -316,7 +316,7 @@ def test_a_learner_in_another_container_is_not_taken_for_a_killed_one(start_prog
         for before, env in zip((shell, ()), environments(2))
     ]
     assert programs[0].wait() == 0, programs[0].text()
-    assert "learner 1 of 2 did not answer within 5 s" in programs[0].text()
+    assert "learner 1 of 2 did not answer within 2 s" in programs[0].text()
 
 
 def agree_to_stop(flags, rank, size, folder):

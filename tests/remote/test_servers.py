@@ -43,7 +43,7 @@ from core.running import machine, signals
 from core.running.machine import num_cores
 from core.running.supervise import start_thread
 from tests import counting_env, fault_env
-from tests.conftest import DEADLINE_S, Program, ended, fill, free_ports, wait_until
+from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 from tests.python import run_python
 from tests.trainers import bodies
 from tools.nemesis.programs import workplace
@@ -1074,24 +1074,6 @@ def test_a_parent_reads_a_failure_in_one_line(start, folder):
     assert "Traceback" not in program.text()
 
 
-def test_servers_listen_at_consecutive_ports(start):
-    first = free_ports(3)
-    program = start(*COUNTING, num_servers=3, address=f":{first}")
-    program.wait_for_text("Serving")
-    assert f"at 127.0.0.1:{first}-{first + 2}: 3 servers" in program.text()
-    for port in range(first, first + 3):
-        with EnvClient(f"127.0.0.1:{port}") as client:
-            client.step(0)
-    assert "encrypted" not in program.text()
-
-
-def test_pipes_basename_is_torchbeasts_spelling(start_program, folder):
-    flags = ["--num_servers", 1, "--pipes_basename", f"unix:{folder}/beast", *COUNTING]
-    start_program(sys.executable, "-m", "polybeast_env", *flags)
-    with EnvClient(f"unix:{folder}/beast.0") as client:
-        client.step(0)
-
-
 def test_other_machines_are_refused_without_protection(start):
     program = start(*COUNTING, address="0.0.0.0:0")
     assert program.wait() == Exit.CONFIG
@@ -1243,13 +1225,6 @@ def test_an_environment_that_cannot_be_made_ends_the_program(start):
     # The same warning is told the first, second and fourth time.
     assert program.text().count("starting it again") == 3
     assert "4 times" in program.text()
-
-
-def test_an_unknown_environment_is_exit_78(start):
-    program = start("--env", "tests.counting_env:mak")
-    assert program.wait() == Exit.CONFIG
-    assert "has no function 'mak'" in program.text().splitlines()[-1]
-    assert "Traceback" not in program.text()
 
 
 def test_an_address_in_use_is_exit_78(start, serve, folder):

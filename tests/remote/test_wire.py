@@ -277,15 +277,6 @@ def test_mutations_raise_nothing_but_wire_errors(data):
             pass
 
 
-@hypothesis.given(st.binary(max_size=200))
-def test_random_bytes_raise_nothing_but_wire_errors(data):
-    for cls in (ToServer, ToLearner, Hello, Welcome):
-        try:
-            decode(cls, data)
-        except WireError:
-            pass
-
-
 def tag(number: int, wire_type: int) -> bytes:
     return bytes([number << 3 | wire_type])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from core.algorithm import update
 from core.running import run
 
-UPDATE_S = 3.0
+UPDATE_S = 2.0
 LIMIT_S = 0.5
 
 

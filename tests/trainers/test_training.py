@@ -236,8 +236,8 @@ def test_logs_have_the_documented_header_and_blank_cells(interrupted):
 
 @pytest.mark.parametrize(
     "flags, signum",
-    [(ASYNC, signal.SIGTERM), (ASYNC, signal.SIGINT), (SERIAL, signal.SIGTERM)],
-    ids=["async-SIGTERM", "async-SIGINT", "serial-SIGTERM"],
+    [(ASYNC, signal.SIGINT), (SERIAL, signal.SIGTERM)],
+    ids=["async", "serial"],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step(
     start, tmp_path, flags, signum
@@ -537,15 +537,6 @@ def test_a_spoiled_checkpoint_is_named_and_the_one_before_is_used(
     assert differences(trained, _trained) == []
 
 
-def test_a_serial_start_that_is_refused_leaves_the_record_of_the_run(start, trained):
-    meta = trained / "meta.json"
-    before = meta.read_bytes()
-    program = start(*SERIAL, "--env", "Catch", "--seed", 4, "--xpid", "x")
-    assert program.wait() == 78, program.text()
-    assert "--seed is 4 but run x was trained with 3" in program.text()
-    assert meta.read_bytes() == before  # The seed, for a start without --seed.
-
-
 def test_nothing_is_trained_or_overwritten_when_every_checkpoint_is_spoiled(
     start, trained
 ):
@@ -578,9 +569,9 @@ def test_a_run_does_not_go_on_as_another(start, trained, flags, old, new):
     assert f" is {new} " in line and f" {old}" in line
     assert "Choose another --xpid, or " in line
     after = contents(trained)
-    assert {k: v for k, v in before.items() if "step-" in k} == {
-        k: v for k, v in after.items() if "step-" in k
-    }
+    for name in before:
+        if "step-" in name or name == "meta.json":  # The seed, for the next start.
+            assert after[name] == before[name], name
 
 
 def test_a_full_disk_is_survived_while_training_and_fatal_at_the_end(start, tmp_path):
