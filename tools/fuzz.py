@@ -7,16 +7,14 @@
 
 Whatever an input holds, the reader takes it or raises its own error, soon, with a text
 for people, and without taking much memory. The first input of which that is not true is
-written to a file. `pip install atheris` makes this guided by coverage; without it,
-changes to good inputs are tried blindly. csrc/tests has the same for C++.
+written to a file. Inputs are good ones with changes. csrc/tests has the same for C++,
+guided by coverage.
 """
 
 import argparse
 import asyncio
 import contextlib
 import hashlib
-import importlib
-import importlib.util
 import random
 import resource
 import shutil
@@ -25,6 +23,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from core.nests import ArraySpec
+from core.remote import acceptor, codec, frames, messages, tunnel
+from core.running import checkpoint
 
 MAX_S = 5.0  # CPU time for one input.
 MAX_GROWTH_KB = 2**20  # Of this process, through any input.
@@ -44,15 +50,9 @@ class Server:
     """An environment server: Hello and Action, alone and in their envelope."""
 
     def __init__(self) -> None:
-        import numpy as np
-
-        from core.nests import ArraySpec
-        from core.remote import codec, frames, messages
-
         nested = (ArraySpec((2,), np.dtype("f4")),)
         arrays = frames.arrays_of({"a": ArraySpec((), np.dtype("i8")), "b": nested})
         self.frame = frames.Frame(messages.Action, arrays, 3)
-        self.codec, self.messages = codec, messages
         hello = messages.Hello(1, "0.1", "run", ("lives", "half"), 2**63, 3, 4)
         action = messages.Action(5, (bytes(24), bytes(24)))
         self.seeds = [
@@ -64,11 +64,11 @@ class Server:
 
     def read(self, data: bytes) -> None:
         for decode in (
-            lambda: self.codec.decode(self.messages.ToServer, data),
-            lambda: self.codec.decode(self.messages.Hello, data),
+            lambda: codec.decode(messages.ToServer, data),
+            lambda: codec.decode(messages.Hello, data),
             lambda: self.frame.decode_action(data),
         ):
-            with _only(self.messages.WireError):
+            with _only(messages.WireError):
                 decode()
 
 
@@ -76,12 +76,6 @@ class Welcome:
     """A learner that asks a server what it serves."""
 
     def __init__(self) -> None:
-        import gymnasium as gym
-        import numpy as np
-
-        from core.remote import codec, messages
-
-        self.decode, self.error = codec.decode_welcome, messages.WireError
         box = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
         several = gym.spaces.Dict(
             a=gym.spaces.Box(-1, 1, (2, 5), np.float32),
@@ -97,16 +91,14 @@ class Welcome:
         ]
 
     def read(self, data: bytes) -> None:
-        with _only(self.error):
-            self.decode(data)
+        with _only(messages.WireError):
+            codec.decode_welcome(data)
 
 
 class Dial:
     """A learner's acceptor: what a stranger says before it has joined."""
 
     def __init__(self) -> None:
-        from core.remote import acceptor, tunnel
-
         class Transport(asyncio.Transport):
             def write(self, data: bytes) -> None: ...
 
@@ -117,7 +109,6 @@ class Dial:
             def resume_reading(self) -> None: ...
 
         self.transport = Transport()
-        self.tunnel = tunnel
         self.acceptor = acceptor.Acceptor(Path(), None, 1.0)
         self.loop = asyncio.new_event_loop()
         ticket = b"0123456789abcdef" * 2
@@ -128,7 +119,7 @@ class Dial:
         ]
 
     def read(self, data: bytes) -> None:
-        connection = self.tunnel.Connection()
+        connection = tunnel.Connection()
         connection.connection_made(self.transport)
         connection.data_received(data)
         connection.connection_lost(None)
@@ -144,11 +135,6 @@ class Checkpoint:
     """
 
     def __init__(self) -> None:
-        import torch
-
-        from core.running import checkpoint
-
-        self.checkpoint = checkpoint
         self.folder = Path(tempfile.mkdtemp(prefix="tb"))
         for step in (1, 2):
             checkpoint.save(
@@ -167,10 +153,10 @@ class Checkpoint:
     def read(self, data: bytes) -> None:
         fits, file = bool(data) and data[0] % 2, data[1:]
         if fits:
-            with contextlib.suppress(self.checkpoint.CheckpointError):
-                file = self.checkpoint.seal(file)
+            with contextlib.suppress(checkpoint.CheckpointError):
+                file = checkpoint.seal(file)
         self.path.write_bytes(file)
-        found = self.checkpoint.load(self.folder)
+        found = checkpoint.load(self.folder)
         if found is None or found.step not in (1, 2):
             raise Broken(f"loaded {found}, not one of the two checkpoints")
         if found.step == 2 and file != self.good and not fits:
@@ -184,13 +170,6 @@ TARGETS = {
     "welcome": Welcome,
     "dial": Dial,
     "checkpoint": Checkpoint,
-}
-# What is to be watched for coverage, before it is imported.
-MODULES = {
-    "server": "core.remote.codec",
-    "welcome": "core.remote.codec",
-    "dial": "core.remote.tunnel",
-    "checkpoint": "core.running.checkpoint",
 }
 
 
@@ -283,21 +262,6 @@ def fuzz(target, flags: argparse.Namespace) -> int:
     return runs
 
 
-def fuzz_with_atheris(target, flags: argparse.Namespace) -> None:
-    """The same, guided by coverage. Does not return."""
-    import atheris
-
-    corpus = tempfile.mkdtemp(prefix="tb")
-    for i, seed in enumerate(target.seeds):
-        Path(corpus, str(i)).write_bytes(seed)
-    limits = [f"-max_total_time={flags.seconds:.0f}", f"-seed={flags.seed}"]
-    atheris.Setup(
-        [sys.argv[0], *limits, f"-runs={flags.runs}", "-max_len=10000", corpus],
-        within_bounds(target.read),
-    )
-    atheris.Fuzz()
-
-
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.fuzz",
@@ -309,20 +273,11 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=2**31 - 1, help="inputs, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="at most")
     parser.add_argument("--seed", type=int, default=1, help="of the inputs")
-    parser.add_argument(
-        "--blind", action="store_true", help="without atheris, even if it is there"
-    )
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     flags = parse_flags(argv)
-    guided = not flags.blind and importlib.util.find_spec("atheris") is not None
-    if guided:
-        import atheris
-
-        with atheris.instrument_imports(include=[MODULES[flags.target]]):
-            importlib.import_module(MODULES[flags.target])
     with contextlib.ExitStack() as stack:
         target = TARGETS[flags.target]()
         if isinstance(target, Checkpoint):
@@ -330,8 +285,6 @@ def main(argv: list[str] | None = None) -> int:
         if flags.inputs:
             for path in flags.inputs:
                 within_bounds(target.read)(path.read_bytes())
-        elif guided:
-            fuzz_with_atheris(target, flags)
         else:
             print(f"#{fuzz(target, flags)} DONE", file=sys.stderr)
     return 0
