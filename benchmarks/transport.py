@@ -43,6 +43,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import json
 import os
 import socket
 import statistics
@@ -50,7 +51,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,8 @@ def serve(
     K: int,
     streams: int,
     tls_dir: str | None,
-    frames: str = "",
-    num_bytes: int | None = None,
+    frames: str,
+    num_bytes: int | None,
 ) -> None:
     """Serve mock environments as polybeast_env would; observations of `num_bytes`."""
     from core.remote import env_server  # Not in the learner's process: it sets up gRPC.
@@ -163,7 +164,7 @@ def serve(
     ).run()
 
 
-def serve_echo(address: str, K: int, streams: int, *_: object) -> None:
+def serve_echo(address: str, K: int, streams: int, **_: object) -> None:
     """Serve the same bytes, and nothing else."""
     import grpc
 
@@ -291,11 +292,16 @@ def warm_up(
     time.sleep(WARM_UP_S)
 
 
+def command_of(function: Callable[..., None], **arguments: Any) -> list[str]:
+    """Return the command that calls a function of this file."""
+    call = [function.__name__, json.dumps(arguments)]
+    return [sys.executable, "-m", "benchmarks.transport", "--call", *call]
+
+
 @contextlib.contextmanager
-def child(kind: str, core: int | None, *args: object) -> Iterator[psutil.Process]:
-    """Run one of this file's servers in a process of its own, and on this core."""
-    command = [sys.executable, "-m", "benchmarks.transport", "--run", kind]
-    with subprocess.Popen([*command, *map(str, args)]) as process:
+def child(command: list[str], core: int | None) -> Iterator[psutil.Process]:
+    """Run a server in a process of its own, and on this core."""
+    with subprocess.Popen(command) as process:
         try:
             if core is not None:
                 os.sched_setaffinity(process.pid, {core})  # Before it has threads.
@@ -317,7 +323,7 @@ def measure(
     local: bool = False,
     certs: Path | None = None,
     frames: str = "",
-    num_bytes: int | str = "",
+    num_bytes: int | None = None,
     roaming: bool = False,
     num_threads: int = 1,
 ) -> dict[str, float]:
@@ -334,11 +340,16 @@ def measure(
         addresses = [f"unix:{folder}/{i}" for i in range(servers)]
         if tcp:
             addresses = [f"localhost:{free_port()}"]
-        theirs, ours = (certs / "localhost", certs / "learner") if certs else ("", "")
-        kind = "serve" if what == "data path" else "echo"
-        options = (K, streams, theirs, frames, num_bytes)
+        theirs, ours = (
+            {"K": K, "streams": streams, "tls_dir": certs and str(certs / who)}
+            for who in ("localhost", "learner")
+        )
+        theirs |= {"frames": frames, "num_bytes": num_bytes}
+        server = serve if what == "data path" else serve_echo
         processes = [
-            stack.enter_context(child(kind, core, address, *options))
+            stack.enter_context(
+                child(command_of(server, address=address, **theirs), core)
+            )
             for address, core in zip(addresses, itertools.cycle(cores))
         ]
         sockets = [Path(folder, str(i)) for i in range(servers)]
@@ -350,9 +361,8 @@ def measure(
             for path in sockets:
                 path.with_suffix(STREAMS_SUFFIX).unlink(missing_ok=True)
         if what == "data path":
-            command = [sys.executable, "-m", "benchmarks.transport", "--run", "learn"]
-            command += [",".join(addresses), str(K), str(streams), str(seconds), str(T)]
-            command += [str(ours), str(num_threads)]
+            ours |= {"seconds": seconds, "T": T, "num_threads": num_threads}
+            command = command_of(learn, addresses=",".join(addresses), **ours)
         else:
             command = [str(echo_client), str(seconds), str(streams), *addresses]
         client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -508,10 +518,15 @@ def main() -> None:
     )
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 2, 4, 16, 64))
     whats = parser.add_mutually_exclusive_group()
-    whats.add_argument("--local", action="store_true", help="without gRPC instead")
-    whats.add_argument("--scale", action="store_true", help="many servers instead")
-    whats.add_argument("--tls", action="store_true", help="the price of TLS instead")
-    whats.add_argument("--frames", action="store_true", help="stacks of frames instead")
+    for name, function, text in (
+        ("local", without_grpc, "without gRPC instead"),
+        ("scale", scale, "many servers instead"),
+        ("tls", price_of_tls, "the price of TLS instead"),
+        ("frames", newest_frames, "stacks of frames instead"),
+    ):
+        whats.add_argument(
+            f"--{name}", dest="what", action="store_const", const=function, help=text
+        )
     whats.add_argument(
         "--threads", type=int, nargs="+", help="threads that receive, instead"
     )
@@ -520,19 +535,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=out_file, help="JSON file for the raw figures")
     flags = parser.parse_args()
-    what = against_echo
-    if flags.scale:
-        what = scale
-    elif flags.local:
-        what = without_grpc
-    elif flags.tls:
-        what = price_of_tls
-    elif flags.frames:
-        what = newest_frames
-    elif flags.threads:
-        what = more_threads
+    what = more_threads if flags.threads else flags.what or against_echo
     measured = what(flags)
-    steps = SCALE_T if flags.scale else T
+    steps = SCALE_T if what is scale else T
     write_figures(flags.out, T=steps, B=B, measured=measured)
 
 
@@ -562,17 +567,8 @@ def row_of(K: int, streams: int, runs: dict[str, list[dict[str, float]]]) -> str
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
-        kind, *args = sys.argv[2:]
-        if kind == "learn":
-            address, K, streams, seconds, T, tls_dir, num_threads = args
-            sizes = int(K), int(streams), float(seconds), int(T)
-            learn(address, *sizes, tls_dir or None, int(num_threads))
-        else:
-            run = serve if kind == "serve" else serve_echo
-            num_bytes = int(args[5]) if args[5] else None
-            run(
-                args[0], int(args[1]), int(args[2]), args[3] or None, args[4], num_bytes
-            )
+    if sys.argv[1:2] == ["--call"]:
+        function, arguments = sys.argv[2:]
+        globals()[function](**json.loads(arguments))
     else:
         main()
