@@ -14,7 +14,6 @@ import atari_wrappers
 from atari_wrappers import (
     EpisodicLife,
     FireReset,
-    FrameStack,
     MaxAndSkip,
     NoopReset,
     make_atari,
@@ -98,38 +97,6 @@ def test_the_id_names_the_game_and_the_options_decide_the_rest():
     assert_same_play(one, other, seed=2, num_steps=53)
 
 
-def test_actions_stick_in_single_frames_with_the_given_probability():
-    # Every frame of the sticky emulator is tried on one that is not: which of the two
-    # actions, the new or the last one, leads to the same memory?
-    sticky = atari_wrappers.Emulator(game="freeway", repeat_action_probability=0.25)
-    plain = atari_wrappers.Emulator(game="freeway", repeat_action_probability=0.0)
-    sticky.reset(seed=3)
-    plain.reset(seed=3)
-    rng = np.random.default_rng(1)
-    last = num_repeated = num_told = 0
-    for _ in range(1009):
-        action = int(rng.integers(sticky.action_space.n))
-        sticky.step(action)
-        memory = sticky.ale.getRAM()
-        before = plain.unwrapped.clone_state()
-        leads_there = {}
-        for candidate in (last, action):
-            plain.unwrapped.restore_state(before)
-            plain.step(candidate)
-            leads_there[candidate] = np.array_equal(plain.ale.getRAM(), memory)
-        assert any(leads_there.values())
-        if len(set(leads_there.values())) == 2:
-            num_told += 1
-            num_repeated += leads_there[last]
-        if not leads_there[action]:
-            plain.unwrapped.restore_state(before)
-            plain.step(last)
-        else:
-            last = action
-    assert num_told > 400
-    assert num_repeated / num_told == pytest.approx(0.25, abs=0.06)  # 3 sigma.
-
-
 # ----------------------------------------------------------------------- By hand
 
 SIZE = 84  # Of the fake's screens: WarpFrame leaves them as they are.
@@ -199,30 +166,12 @@ class FixedNoops:
         return self.number
 
 
-def test_a_step_sums_rewards_and_shows_the_last_two_frames():
-    env = MaxAndSkip(Script("0" * 20), 4)
-    env.reset()
-    picture, reward, terminated, truncated, _ = env.step(2)
-    assert shown(picture) == {(0, 3), (0, 4)}
-    assert reward == 1 + 2 + 3 + 4
-    assert not terminated and not truncated
-    assert env.unwrapped.actions == [(0, frame, 2) for frame in (1, 2, 3, 4)]
-
-
 def test_without_skip_a_step_shows_one_frame():
     env = MaxAndSkip(Script("0" * 20), 1)
     env.reset()
     picture, reward, *_ = env.step(2)
     assert shown(picture) == {(0, 1)}
     assert reward == 1
-
-
-def test_the_first_picture_shows_nothing_from_before_the_reset():
-    env = MaxAndSkip(Script("0" * 20), 4)
-    env.reset()
-    env.step(0)
-    picture, _ = env.reset()
-    assert shown(picture) == {(1, 0)}
 
 
 def test_a_game_that_ends_within_the_skip_keeps_its_reward_and_last_frame():
@@ -253,16 +202,6 @@ def test_noops_range_from_one_to_the_most():
         assert {action for _, _, action in env.unwrapped.actions} == {0}
         numbers.add(len(env.unwrapped.actions))
     assert numbers == {1, 2, 3, 4, 5, 6, 7}
-
-
-def test_the_seed_decides_the_number_of_noops():
-    def number(seed):
-        env = NoopReset(Script("0" * 40), 30)
-        env.reset(seed=seed)
-        return len(env.unwrapped.actions)
-
-    assert [number(seed) for seed in range(5)] == [number(seed) for seed in range(5)]
-    assert len({number(seed) for seed in range(5)}) > 1
 
 
 @pytest.mark.parametrize(("noops", "expected"), [(1, (0, 1)), (2, (1, 0)), (5, (1, 3))])
@@ -497,16 +436,6 @@ def test_an_episode_begins_with_a_stack_of_its_first_picture():
     assert env.step(0)[4]["life_lost"]
     observation, _ = env.reset()
     assert [shown(picture) for picture in observation] == [{(0, 11)}] * 4
-
-
-def test_the_stack_holds_the_last_pictures_the_newest_last():
-    env = FrameStack(MaxAndSkip(Script("0" * 60), 4))
-    env.reset()
-    for _ in range(5):
-        observation, *_ = env.step(0)
-    assert [shown(picture) for picture in observation] == [
-        {(0, frame - 1), (0, frame)} for frame in (8, 12, 16, 20)
-    ]
 
 
 def test_observations_can_be_kept_and_written_into():
