@@ -139,9 +139,6 @@ def slow_loss(outputs, batch):
     return (pg, baseline, entropy), (pg_grad, baseline_grad, entropy_grad)
 
 
-# --------------------------------------------------------------------- the three parts
-
-
 def test_policy_gradient_does_not_flow_into_the_advantages():
     log_probs = torch.randn(T, B, requires_grad=True)
     advantages = torch.randn(T, B, requires_grad=True)
@@ -275,9 +272,6 @@ def test_a_batch_without_transitions_has_loss_zero_and_no_nan():
     assert not any(x.item() for x in loss.scalars().values())
     for gradient in gradients(loss.total_loss, outputs):
         assert not gradient.any()
-
-
-# ------------------------------------------------------------- padding, order and scale
 
 
 def test_costs_scale_their_parts_which_add_up_to_the_total():
