@@ -300,13 +300,6 @@ def test_each_key_is_one_slab(buffers):
     assert shapes == [(N, 2, E, 19), (N, 1, E, 23)]
 
 
-def test_a_row_is_a_view_of_one_buffer_and_one_row(buffers):
-    before = buffers.rows["observation"]["pair"][1].copy()
-    buffers.row(4, 2)["observation"]["pair"][1][...] = -1.0
-    before[4, 2] = -1.0
-    np.testing.assert_array_equal(buffers.rows["observation"]["pair"][1], before)
-
-
 def test_a_rollout_is_a_view_of_one_buffer(buffers):
     rollout = buffers.rollout(4)
     for (name, view), (_, slab) in zip(
@@ -314,12 +307,6 @@ def test_a_rollout_is_a_view_of_one_buffer(buffers):
     ):
         assert np.shares_memory(view, slab), name
         np.testing.assert_array_equal(view, slab[4], err_msg=name)
-
-
-def test_no_two_keys_share_memory(buffers):
-    slabs = [slab for _, slab in leaves(buffers.rows)] + list(buffers.agent_state)
-    for i, slab in enumerate(slabs):
-        assert not any(np.shares_memory(slab, other) for other in slabs[:i])
 
 
 def write_own_buffer(buffers, index):
@@ -372,12 +359,6 @@ def test_a_batch_holds_the_buffers_side_by_side_in_the_order_named(buffers):
     assembler = BatchAssembler(buffers, 4)
     assembler.fill([5, 0, 6, 2])
     check_batch(assembler, buffers, [5, 0, 6, 2])
-
-
-def test_a_batch_of_one_rollout_is_that_rollout(buffers):
-    assembler = BatchAssembler(buffers, 1)
-    assembler.fill([6])
-    check_batch(assembler, buffers, [6])
 
 
 def test_the_next_batch_reuses_the_memory_of_the_first(buffers):

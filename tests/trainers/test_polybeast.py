@@ -209,32 +209,6 @@ def test_stacks_that_crossed_the_network_add_up(tcp, tmp_path, monkeypatch):
     assert {size // saved for size in sizes} == ({0, 1} if tcp else {1})
 
 
-def test_agents_outputs_stand_one_row_after_what_they_saw(tmp_path):
-    with Play(counting_env.make, tmp_path, agent=random_agent) as play:
-        for _ in range(4):
-            rows, _ = play.next_batch()
-            np.testing.assert_array_equal(
-                rows["baseline"][1:], rows["episode_step"][:-1].astype(np.float32)
-            )
-            np.testing.assert_array_equal(rows["action"][1:], rows["last_action"][1:])
-
-
-def test_the_recurrent_state_is_that_before_row_0_and_starts_anew(tmp_path):
-    initial = (torch.zeros(1, 1, 1),)
-    make = counting_env.make_lives
-    with Play(make, tmp_path, agent=counting_agent, state=initial) as play:
-        checked = 0
-        for _ in range(10):
-            rows, (count,) = play.next_batch()
-            assert count.shape == (1, B, 1)
-            going_on = ~rows["done"][0]  # The first row of an episode resets anyway.
-            np.testing.assert_array_equal(
-                count[0, :, 0][going_on], rows["episode_step"][0][going_on]
-            )
-            checked += going_on.sum()
-    assert checked > 20
-
-
 def test_a_lost_stream_never_carries_its_state_or_rollout_on(tmp_path):
     initial = (torch.zeros(1, 1, 1),)
     make, rollouts = counting_env.make, []
