@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.fresh.debian import FreshError, Machine, add_base_flag, debian, end
+from tools.fresh.debian import PATH, FreshError, Machine, add_base_flag, debian, end
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tools" / "docker"
@@ -56,8 +56,7 @@ class Image:
     entrypoint: list[str] = dataclasses.field(default_factory=list)
 
     def expand(self, text: str) -> str:
-        known = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-        known |= self.args | self.env
+        known = {"PATH": PATH, **self.args, **self.env}
         return re.sub(r"\$(\w+)", lambda match: known.get(match[1], ""), text)
 
     def options(self) -> dict[str, object]:

@@ -37,11 +37,8 @@ PLAINTEXT_STEPS = 400  # Of a server between two flips: failures are not in a ro
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blackholes", type=int, default=50)
-    parser.add_argument("--freezes", type=int, default=50)
-    parser.add_argument("--resets", type=int, default=50)
-    parser.add_argument("--flips", type=int, default=50)
-    parser.add_argument("--half_closes", type=int, default=50)
+    for kind in KINDS:
+        parser.add_argument(f"--{kind}", type=int, default=50)
     parser.add_argument(
         "--plaintext_flips", type=int, default=50, help="of bits without TLS"
     )
