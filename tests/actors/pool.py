@@ -3,6 +3,7 @@
 
 import argparse
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,6 +26,26 @@ def make_flags(env: str = "tests.counting_env:make", *more: str) -> argparse.Nam
         + ["--batch_size", str(2 * E), "--unroll_length", str(T), "--seed", "7", *more]
     )
     return flags
+
+
+def make_actor(
+    flags: argparse.Namespace,
+    net: monobeast.Net | None = None,
+    fetch: Callable[[], int] = lambda: 0,
+) -> monobeast.Actor:
+    """Return an actor for this process, with buffers of its own."""
+    spaces = monobeast.read_spaces(flags)
+    net = net or monobeast.create_net(flags, spaces)
+    outputs = monobeast.net_outputs(spaces)
+    return monobeast.Actor(
+        flags,
+        net,
+        prepare.create_buffers(flags, spaces, net, outputs),
+        actor_id=0,
+        incarnation=0,
+        fetch=fetch,
+        clock=np.zeros(1),
+    )
 
 
 class Pool:

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-import monobeast
-from core.actors import prepare, serial
+from core.actors import serial
 from core.environments.toys import Catch
 from core.errors import ConfigError
 from core.nests import leaves
 from core.running.randomness import rng_state
-from tests.actors.pool import E, T, make_flags
+from tests.actors.pool import E, T, make_actor, make_flags
 
 
 def test_a_run_of_polybeast_does_not_go_on_in_lock_step():
@@ -43,21 +42,6 @@ def test_a_run_goes_on_in_lock_step_with_the_same_values_only(key, old):
     run = types.SimpleNamespace(flags=flags, found=found)
     with pytest.raises(ConfigError, match=f"^--{key} is .* trained with .* as they"):
         serial.first_incarnation(run)
-
-
-def make_actor(flags):
-    spaces = monobeast.read_spaces(flags)
-    net = monobeast.create_net(flags, spaces)
-    outputs = monobeast.net_outputs(spaces)
-    return monobeast.Actor(
-        flags,
-        net,
-        prepare.create_buffers(flags, spaces, net, outputs),
-        actor_id=0,
-        incarnation=0,
-        fetch=lambda: 0,
-        clock=np.zeros(1),
-    )
 
 
 def test_actions_of_a_game_without_end_are_not_saved_and_a_new_game_begins(

@@ -274,7 +274,9 @@ def test_sockets_are_for_this_user_only(play):
     play(body)
 
 
-def test_a_server_that_is_away_ends_the_learners_connection_at_once(play):
+def test_a_server_that_is_away_ends_the_learners_connection_at_once(play, monkeypatch):
+    monkeypatch.setattr(acceptor_module, "OPEN_S", DEADLINE_S)
+
     async def body(scene: Scene) -> None:
         await scene.open()
         scene.join(str(scene.folder / "nothing"))
@@ -283,11 +285,7 @@ def test_a_server_that_is_away_ends_the_learners_connection_at_once(play):
         assert await reader.read() == b""  # And not after OPEN_S.
         writer.close()
 
-    acceptor_module.OPEN_S, before = DEADLINE_S, acceptor_module.OPEN_S
-    try:
-        play(body)
-    finally:
-        acceptor_module.OPEN_S = before
+    play(body)
 
 
 @pytest.fixture
@@ -415,7 +413,9 @@ def test_a_machine_that_is_back_soon_keeps_its_place_and_its_tunnels(play):
     play(body)
 
 
-def test_a_machine_that_says_goodbye_leaves_at_once(play):
+def test_a_machine_that_says_goodbye_leaves_at_once(play, monkeypatch):
+    monkeypatch.setattr(acceptor_module, "LEAVE_S", 2 * DEADLINE_S)
+
     async def body(scene: Scene) -> None:
         await scene.open()
         link = scene.join(await scene.echo("a"))
@@ -424,11 +424,7 @@ def test_a_machine_that_says_goodbye_leaves_at_once(play):
         await scene.until(lambda: ("left", path) in scene.told)
         assert not acceptor_sockets(scene.folder)
 
-    acceptor_module.LEAVE_S, before = 2 * DEADLINE_S, acceptor_module.LEAVE_S
-    try:
-        play(body)
-    finally:
-        acceptor_module.LEAVE_S = before
+    play(body)
 
 
 def test_a_machine_that_falls_silent_leaves_after_a_limit(play, monkeypatch):

@@ -18,7 +18,7 @@ from core.environments.toys import Catch
 from core.errors import ConfigError, Exit
 from core.nests import ArraySpec, map_nest
 from core.running.compute import explain_out_of_memory
-from tests.actors.pool import E, Pool, T, make_flags
+from tests.actors.pool import E, Pool, T, make_actor, make_flags
 from tools.runs import log_rows
 
 
@@ -32,17 +32,9 @@ def test_serial_and_asynchronous_actors_write_the_same_rollout():
     pool.weights.fetch(net.state_dict(), -1)
     torch.manual_seed(env_seed(flags.seed, 0, 0, 0))
     monobeast.create_net(flags, spaces)  # The actor drew its own weights first.
-    actor = monobeast.Actor(
-        flags,
-        net,
-        pool.buffers,
-        actor_id=0,
-        incarnation=0,
-        fetch=lambda: 0,
-        clock=np.zeros(1),
-    )
+    actor = make_actor(flags, net)
     actor.unroll(0)
-    theirs = pool.buffers.rollout(0)
+    theirs = actor.buffers.rollout(0)
     map_nest(np.testing.assert_array_equal, ours, theirs)
 
 
@@ -58,22 +50,9 @@ def test_an_output_that_net_outputs_declares_is_in_the_rollout(monkeypatch):
 
     monkeypatch.setattr(monobeast.Net, "forward", with_aux)
     monkeypatch.setattr(monobeast, "net_outputs", with_aux_declared)
-    flags = make_flags("Catch", "--num_actors", "1")
-    spaces = monobeast.read_spaces(flags)
-    net = monobeast.create_net(flags, spaces)
-    outputs = monobeast.net_outputs(spaces)
-    buffers = prepare.create_buffers(flags, spaces, net, outputs)
-    actor = monobeast.Actor(
-        flags,
-        net,
-        buffers,
-        actor_id=0,
-        incarnation=0,
-        fetch=lambda: 0,
-        clock=np.zeros(1),
-    )
+    actor = make_actor(make_flags("Catch", "--num_actors", "1"))
     actor.unroll(0)
-    rollout = buffers.rollout(0)
+    rollout = actor.buffers.rollout(0)
     assert (rollout["aux"][0] == 0).all()  # No action led to the first row.
     expected = 7 * rollout["last_action"][:-1] + 5
     np.testing.assert_array_equal(rollout["aux"][1:], expected)
@@ -155,23 +134,12 @@ def test_a_step_is_one_that_an_environment_took(module):
 
     flags = make_flags("tests.counting_env:make_truncating", "--serial")
     flags.learner_device = "cpu"
-    spaces = monobeast.read_spaces(flags)
-    learner = module.create_learner(flags, spaces)
-    outputs = monobeast.net_outputs(spaces)
-    buffers = prepare.create_buffers(flags, spaces, learner.net, outputs)
-    actor = monobeast.Actor(
-        flags,
-        learner.net,
-        buffers,
-        actor_id=0,
-        incarnation=0,
-        fetch=lambda: learner.updates,
-        clock=np.zeros(1),
-    )
+    learner = module.create_learner(flags, monobeast.read_spaces(flags))
+    actor = make_actor(flags, learner.net, lambda: learner.updates)
     actor.envs.envs = [Env(env) for env in actor.envs.envs]
     for updates in range(1, 10):
         actor.unroll(0)
-        batch = buffers.rollout(0)
+        batch = actor.buffers.rollout(0)
         if module is polybeast:
             batch = map_nest(torch.from_numpy, batch)
         learner.update(batch, ())

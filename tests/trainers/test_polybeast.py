@@ -21,8 +21,6 @@ import libtorchbeast
 import monobeast
 import nest
 import polybeast
-from core.actors import prepare
-from core.actors.shared_memory import RolloutBuffers
 from core.algorithm.replay import Replay
 from core.nests import leaves, map_nest
 from core.remote import env_server
@@ -30,6 +28,7 @@ from core.remote.frames import Steps, value_ranges
 from core.running.supervise import start_thread
 from core.running.trace import Trace
 from tests import counting_env
+from tests.actors.pool import make_actor
 from tests.conftest import DEADLINE_S, wait_until
 from tests.trainers import bodies
 
@@ -310,25 +309,13 @@ def test_both_trainers_make_the_same_rollouts(tmp_path, kind):
     torch.manual_seed(3)
     mono_net = monobeast.create_net(flags, spaces)
     poly_net = copy.deepcopy(mono_net)  # Forks edit one trainer's Net.
-    outputs = monobeast.net_outputs(spaces)
-    row, state = prepare.rollout_specs(flags, spaces, mono_net, outputs)
-    buffers = RolloutBuffers(
-        row, state, num_buffers=1, unroll_length=T, envs_per_actor=K
-    )
-    actor = monobeast.Actor(
-        flags,
-        mono_net,
-        buffers,
-        actor_id=0,
-        incarnation=0,
-        fetch=lambda: 4,
-        clock=np.zeros(1),
-    )
+    actor = make_actor(flags, mono_net, lambda: 4)
     torch.manual_seed(5)
     ours = []
     for _ in range(7):
         actor.unroll(0)
-        ours.append(map_nest(np.copy, (buffers.rollout(0), buffers.agent_state)))
+        rollout = actor.buffers.rollout(0)
+        ours.append(map_nest(np.copy, (rollout, actor.buffers.agent_state)))
     actor.envs.close()
 
     @torch.inference_mode()
