@@ -167,10 +167,9 @@ def check_rollout(
     """Check that each row of a rollout follows from the row before it.
 
     Args:
-      rollout: nest of arrays [T+1, B, ...], as `core.rollout` describes.
-      Anything
-        with `numpy()` (a tensor) will do. The agent's part may be missing; if `action`
-        is there it must agree with `last_action`.
+      rollout: nest of arrays [T+1, B, ...], as `core.rollout` describes. Anything with
+        `numpy()` (a tensor) will do. The agent's part may be missing; if `action` is
+        there it must agree with `last_action`.
       previous_last_row: nest [B, ...], the last row of the rollout before, which must
         be the first row of this one. Without it, row 0 is only checked in itself.
       seed_every_game: games begin with seeds that are not known here.

@@ -170,10 +170,6 @@ class OneHangs(FaultEnv):
         return super().reset(seed=seed)
 
 
-def make_one_hanging() -> OneHangs:
-    return OneHangs()
-
-
 class LeakingEnv(FaultEnv):
     """Episodes of 3 steps; the process is out of something in the fourth one."""
 
@@ -183,10 +179,6 @@ class LeakingEnv(FaultEnv):
     def step(self, action):
         observation, reward, *_ = super().step(action)
         return observation, reward, self._steps % 3 == 0, False, {}
-
-
-def make_leaking() -> LeakingEnv:
-    return LeakingEnv()
 
 
 class Forking(FaultEnv):
@@ -212,10 +204,6 @@ class Forking(FaultEnv):
 def _echo(pipe) -> None:
     while True:
         pipe.send(pipe.recv())
-
-
-def make_forking() -> Forking:
-    return Forking()
 
 
 def make_broken() -> FaultEnv:

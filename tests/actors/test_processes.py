@@ -105,7 +105,7 @@ def test_killed_actors_tear_no_rollout_and_block_nobody():
 
 
 def test_an_actor_ends_with_all_that_its_environments_started():
-    with Pool(make_flags("tests.fault_env:make_forking")) as pool:
+    with Pool(make_flags("tests.fault_env:Forking")) as pool:
         slot = pool.actors.slots[0]
         wait_until(lambda: pool.next_rollout() and slot.budget._has_delivered)
         actor = psutil.Process(slot.process.pid)
@@ -246,7 +246,7 @@ def test_out_of_memory_actors_are_killed_before_the_learner():
 
 
 def test_an_actor_that_hangs_is_replaced_while_others_go_on(caplog):
-    env = "tests.fault_env:make_one_hanging"
+    env = "tests.fault_env:OneHangs"
     with Pool(make_flags(env, "--env_step_timeout_s", "1")) as pool:
         actors = pool.actors
         victim, other = actors.slots

@@ -1144,7 +1144,7 @@ def test_a_server_that_always_dies_ends_the_program(start, folder):
 
 
 def test_a_server_ends_with_all_that_its_environments_started(start, folder):
-    program = start("--env", "tests.fault_env:make_forking", num_servers=1)
+    program = start("--env", "tests.fault_env:Forking", num_servers=1)
     program.wait_for_text("Serving")
     for _ in range(2):
         with reconnect(f"unix:{folder}/s") as client:

@@ -50,11 +50,6 @@ def test_describe_exit_names_the_signal_or_the_status(exitcode, text):
     assert describe_exit(exitcode) == text
 
 
-def test_a_thread_delivers_its_result():
-    future = start_thread("adder", lambda a, b: a + b, 3, 4)
-    assert future.result(timeout=DEADLINE_S) == 7
-
-
 @pytest.mark.parametrize("error", [ValueError("three"), SystemExit(3)])
 def test_a_thread_delivers_its_exception(error):
     def fail():

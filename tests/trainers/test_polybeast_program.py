@@ -273,7 +273,7 @@ def test_a_learner_gives_up_on_a_server_whose_own_supervisor_does_not(
 
 
 def test_recycled_environments_leak_for_ever_and_no_stream_ends(train, run_dir):
-    env = "tests.fault_env:make_leaking"  # Its fourth game would be the end.
+    env = "tests.fault_env:LeakingEnv"  # Its fourth game would be the end.
     program = train(*LOCAL, "--env", env, "--recycle_games", 3, "--total_steps", 400)
     assert program.wait() == 0, program.text()
     last = last_row_of_all_streams(run_dir)
