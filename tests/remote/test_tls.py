@@ -228,14 +228,6 @@ def make_pool(address: str, tls_dir: Path, **options) -> libtorchbeast.ActorPool
     )
 
 
-def test_actors_play_over_tls(folders, start_server, background):
-    pool = make_pool(start_server(folders["right"]), folders["learner"])
-    running = background(pool.run)
-    wait_until(lambda: pool.stats()["connected"] == 1 or running.done())
-    pool.stop()
-    running.result(DEADLINE_S)
-
-
 def test_a_stream_that_connects_again_uses_the_files_of_that_moment(
     folders, start_server, any_certificate, background, tmp_path
 ):

@@ -40,6 +40,17 @@ FORKED = [*MONOBEAST, "--start_method", "fork"]  # Each saves the import of torc
 STEPS = 4 * T * 40
 
 
+@pytest.fixture
+def servers(serve):
+    """Two servers, one for each of PolyBeast's learners."""
+    pytest.importorskip("polybeast", reason="needs the extension")
+    return [serve(Catch, num_envs=2) for _ in range(2)]
+
+
+def addresses_of(servers):
+    return ["--server_addresses", ",".join(server.address for server in servers)]
+
+
 def newest(folder, name="x"):
     return checkpoint.load(folder / "runs" / name / "checkpoints")
 
@@ -142,11 +153,9 @@ def test_a_signal_while_another_learner_is_frozen_leaves_a_checkpoint(start, tmp
     assert newest(tmp_path).step == int(log_rows(run_dir)[-1]["step"])
 
 
-def test_a_learner_whose_servers_are_away_ends_the_run(start, serve, tmp_path):
-    pytest.importorskip("polybeast", reason="needs the extension")
-    servers = [serve(Catch, num_envs=2) for _ in range(2)]
-    flags = [*FLAGS, "--total_steps", 10**7, "--stall_timeout_s", 3]
-    flags += ["--server_addresses", ",".join(server.address for server in servers)]
+def test_a_learner_whose_servers_are_away_ends_the_run(start, servers, tmp_path):
+    flags = [*FLAGS, *addresses_of(servers), "--total_steps", 10**7]
+    flags += ["--stall_timeout_s", 3]
     programs = start_learners(start, *flags, module="polybeast")
     run_dir = tmp_path / "runs" / "x"
     wait_until(lambda: num_rows(run_dir) > 2)
@@ -169,12 +178,9 @@ LAUNCHER += ("--nproc_per_node", "2", "--no_python")
 
 
 @pytest.mark.slow
-def test_a_stopped_learner_0_ends_the_run_under_its_launcher(serve, tmp_path):
-    pytest.importorskip("polybeast", reason="needs the extension")
-    servers = [serve(Catch, num_envs=2) for _ in range(2)]
-    flags = [*FLAGS, "--total_steps", 10**7, "--stall_timeout_s", 3]
-    flags += ["--server_addresses", ",".join(server.address for server in servers)]
-    flags += ["--checkpoint_interval_s", 0.1]
+def test_a_stopped_learner_0_ends_the_run_under_its_launcher(servers, tmp_path):
+    flags = [*FLAGS, *addresses_of(servers), "--total_steps", 10**7]
+    flags += ["--stall_timeout_s", 3, "--checkpoint_interval_s", 0.1]
     with Program("polybeast", tmp_path, *map(str, flags), prefix=LAUNCHER) as launcher:
         launcher.wait_for(launcher.newest)
         learners = psutil.Process(launcher.pid).children()
@@ -210,10 +216,8 @@ def noted_ids(monkeypatch):
         yield ids
 
 
-def test_each_learner_keeps_an_id_of_its_own(start, serve, tmp_path, monkeypatch):
-    pytest.importorskip("polybeast", reason="needs the extension")
-    servers = [serve(Catch, num_envs=2) for _ in range(2)]
-    flags = [*FLAGS, "--server_addresses", ",".join(s.address for s in servers)]
+def test_each_learner_keeps_an_id_of_its_own(start, servers, tmp_path, monkeypatch):
+    flags = [*FLAGS, *addresses_of(servers)]
     port = free_ports(1)
     for starts in (1, 2):
         with noted_ids(monkeypatch) as ids:
@@ -235,7 +239,7 @@ def test_servers_of_another_environment_are_refused_in_all_learners(
     options = ({"sticky": 0.0}, {"sticky": 0.25})
     servers = [serve(Catch, num_envs=2, name="Catch", options=x) for x in options]
     flags = [*FLAGS[2:], "--total_steps", STEPS]
-    flags += ["--server_addresses", ",".join(server.address for server in servers)]
+    flags += addresses_of(servers)
     programs = start_learners(start, *flags, module="polybeast")
     assert [p.wait() for p in programs] == [78, 78], [p.text() for p in programs]
     for i, program in enumerate(programs):
@@ -306,17 +310,15 @@ exit $status
 """
 
 
-def test_only_learner_0_has_the_runs_folder(start, start_program, serve, tmp_path):
-    pytest.importorskip("polybeast", reason="needs the extension")
+def test_only_learner_0_has_the_runs_folder(start, start_program, servers, tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     shell = ["unshare", "--user", "--map-root-user", "--mount"]
     shell += ["sh", "-c", ELSEWHERE, runs, runs]
     if subprocess.run([*shell, "true"], capture_output=True).returncode:
         pytest.skip("needs mount namespaces")
-    servers = [serve(Catch, num_envs=2) for _ in range(2)]
     flags = [*FLAGS, "--total_steps", STEPS, "--savedir", runs]
-    flags += ["--server_addresses", ",".join(s.address for s in servers)]
+    flags += addresses_of(servers)
     envs = environments(2)
     learner_0 = start(*flags, module="polybeast", env=envs[0])
     command = [*shell, sys.executable, "-m", "polybeast", *flags]
