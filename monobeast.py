@@ -57,12 +57,7 @@ from core import flag_types
 from core.action_spaces import split_mask
 from core.actors import actor_flags, prepare, serial
 from core.actors.processes import ActorProcess, Actors, ActorsClosed
-from core.actors.shared_memory import (
-    BatchAssembler,
-    RolloutBuffers,
-    SharedWeights,
-    share_weights,
-)
+from core.actors.shared_memory import BatchAssembler, RolloutBuffers, SharedWeights
 from core.algorithm import gpu
 from core.algorithm.action_layers import ActionFeatures, PolicyHead
 from core.algorithm.distributions import ActionDistribution, mask_logits
@@ -528,7 +523,7 @@ def train(flags: argparse.Namespace) -> Exit:
 def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     """Train with actor processes and learner threads; the main thread watches them."""
     flags, learner = run.flags, run.learner
-    weights = share_weights(learner.net, learner.updates)
+    weights = SharedWeights(learner.net.state_dict(), learner.updates)
     actors = Actors(
         functools.partial(act, flags, spaces),
         flags,

@@ -114,7 +114,7 @@ def create_buffers(
         processes=1 if flags.serial else flags.num_actors + 1,
     ):
         log.info("Preflight: %s", line)
-    return shared_memory.RolloutBuffers(row, state, **sizes)
+    return shared_memory.RolloutBuffers(row, slabs)
 
 
 def first_env_seeds(flags: argparse.Namespace, first_incarnation: int) -> list[int]:

@@ -118,41 +118,20 @@ def _obvious(dtype: np.dtype) -> Any:
 
 
 class RolloutBuffers:
-    """Rollouts of `envs_per_actor` environments each, one slab per key.
+    """Rollouts of E environments each, one slab per key. Can be passed to processes.
 
     `rows` is a nest like one rollout row, its leaves `[N, T + 1, E, ...]`: N buffers of
     E environments. `agent_state` is a tuple of `[N, layers, E, hidden]`. There is no
     lock: `core.actors.processes.Actors` decides who may use which buffer.
+
+    Args:
+      row_spec: nest of `ArraySpec` of one row of one environment, no batch axes.
+      slabs: from `buffer_specs`, for the same `row_spec`.
     """
 
-    def __init__(
-        self,
-        row_spec: Nest,
-        state_spec: Sequence[ArraySpec],
-        *,
-        num_buffers: int,
-        unroll_length: int,
-        envs_per_actor: int,
-    ):
-        """Allocate the slabs.
-
-        Args:
-          row_spec: nest of `ArraySpec` of one row of one environment, no batch axes.
-          state_spec: of each tensor of the recurrent state, `[layers, E, hidden]`.
-        """
+    def __init__(self, row_spec: Nest, slabs: Mapping[str, ArraySpec]):
         self._row_spec = row_spec
-        self.num_buffers = num_buffers
-        self.unroll_length = unroll_length
-        self.envs_per_actor = envs_per_actor
-        self._shared = SharedArrays(
-            buffer_specs(
-                row_spec,
-                state_spec,
-                num_buffers=num_buffers,
-                unroll_length=unroll_length,
-                envs_per_actor=envs_per_actor,
-            )
-        )
+        self._shared = SharedArrays(slabs)
         self._view()
 
     def _view(self) -> None:
@@ -162,13 +141,14 @@ class RolloutBuffers:
         self.agent_state = tuple(
             array for name, array in arrays.items() if name.startswith("agent_state/")
         )
+        self.num_buffers, num_rows, self.envs_per_actor = arrays[names[0]].shape[:3]
+        self.unroll_length = num_rows - 1
 
-    def __getstate__(self) -> dict[str, Any]:
-        views = ("rows", "agent_state")  # Of `_shared`; `_view` makes them again.
-        return {key: value for key, value in vars(self).items() if key not in views}
+    def __getstate__(self) -> tuple[Nest, SharedArrays]:
+        return self._row_spec, self._shared
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    def __setstate__(self, state: tuple[Nest, SharedArrays]) -> None:
+        self._row_spec, self._shared = state
         self._view()
 
     def row(self, index: int, t: int) -> Nest:
@@ -188,7 +168,11 @@ def buffer_specs(
     unroll_length: int,
     envs_per_actor: int,
 ) -> dict[str, ArraySpec]:
-    """Return the spec of every slab of `RolloutBuffers`, by name."""
+    """Return the spec of every slab of `RolloutBuffers`, by name.
+
+    Args:
+      state_spec: of each tensor of the recurrent state, `[layers, E, hidden]`.
+    """
     lead = (num_buffers, unroll_length + 1, envs_per_actor)
     specs = {
         name: ArraySpec(lead + spec.shape, spec.dtype)
@@ -263,13 +247,20 @@ class SharedWeights:
     `sequence` was odd, or if it changed during the copy. (On CPUs that reorder stores,
     a copy could in principle still mix two versions. Learning would stay correct: an
     actor records the logits that it really used, and V-trace corrects for those.)
+
+    Args:
+      tensors, version: the first weights, as `publish` takes them.
     """
 
-    def __init__(self, specs: Mapping[str, ArraySpec]):
+    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int):
+        specs = {
+            name: ArraySpec(tuple(x.shape), x.new_empty(0).cpu().numpy().dtype)
+            for name, x in tensors.items()
+        }
         self._shared = SharedArrays(
             {"sequence": ArraySpec((1,), np.dtype(np.int64)), **specs}
         )
-        self._sequence[0] = 0
+        self.publish(tensors, version)
 
     @property
     def _sequence(self) -> np.ndarray:
@@ -319,7 +310,7 @@ class SharedWeights:
             before = int(self._sequence[0])
             if before == 2 * have + 2:
                 return have
-            if before % 2 == 0 and before > 0:
+            if before % 2 == 0:
                 for name, tensor in tensors.items():
                     tensor.copy_(torch.from_numpy(self._shared.arrays[name]))
                 if int(self._sequence[0]) == before:
@@ -332,16 +323,3 @@ def _describe(x: np.ndarray | torch.Tensor) -> str:
     dtype = str(x.dtype).removeprefix("torch.")
     kind = "float" if "float" in dtype else dtype
     return f"{kind}[{','.join(map(str, x.shape))}]"
-
-
-def share_weights(net: nn.Module, version: int) -> SharedWeights:
-    """Return shared memory with the present weights of `net`."""
-    tensors = net.state_dict()
-    weights = SharedWeights(
-        {
-            name: ArraySpec(tuple(t.shape), t.new_empty(0).cpu().numpy().dtype)
-            for name, t in tensors.items()
-        }
-    )
-    weights.publish(tensors, version)
-    return weights

@@ -11,7 +11,7 @@ import torch
 import monobeast
 from core.actors import prepare
 from core.actors.processes import Actors
-from core.actors.shared_memory import share_weights
+from core.actors.shared_memory import SharedWeights
 from core.algorithm import counters
 from core.nests import map_nest
 from core.running.unit import Unit
@@ -57,7 +57,7 @@ class Pool:
         net = monobeast.create_net(flags, spaces)
         outputs = monobeast.net_outputs(spaces)
         self.buffers = prepare.create_buffers(flags, spaces, net, outputs)
-        self.weights = share_weights(net, 0)
+        self.weights = SharedWeights(net.state_dict(), 0)
         self.actors = Actors(
             functools.partial(monobeast.act, flags, spaces),
             flags,

@@ -130,7 +130,8 @@ def test_keys_with_slashes_have_memory_of_their_own():
     byte = ArraySpec((), np.dtype(np.uint8))
     spec = {"a/b": byte, "a": {"b": byte}, "a~1b": byte, "": {"": byte}, "/": byte}
     sizes = {"num_buffers": 1, "unroll_length": 1, "envs_per_actor": 1}
-    rows = shared_memory.RolloutBuffers(spec, [], **sizes).rows
+    slabs = shared_memory.buffer_specs(spec, [], **sizes)
+    rows = RolloutBuffers(spec, slabs).rows
     arrays = [rows["a/b"], rows["a"]["b"], rows["a~1b"], rows[""][""], rows["/"]]
     for i, array in enumerate(arrays):
         array[...] = i
@@ -278,12 +279,16 @@ STATE_SPEC = [
 ]
 
 
+def make_buffers(num_buffers):
+    sizes = dict(num_buffers=num_buffers, unroll_length=T, envs_per_actor=E)
+    slabs = shared_memory.buffer_specs(ROW_SPEC, STATE_SPEC, **sizes)
+    return RolloutBuffers(ROW_SPEC, slabs)
+
+
 @pytest.fixture
 def buffers():
     """Buffers in which every number differs, as far as its dtype can tell."""
-    made = RolloutBuffers(
-        ROW_SPEC, STATE_SPEC, num_buffers=N, unroll_length=T, envs_per_actor=E
-    )
+    made = make_buffers(N)
     rng = np.random.default_rng(0)
     for array in [a for _, a in leaves(made.rows)] + list(made.agent_state):
         array[...] = rng.integers(0, 2 if array.dtype == bool else 251, array.shape)
@@ -405,18 +410,17 @@ def test_replayed_buffers_stand_after_the_new_ones_and_are_marked(buffers):
 
 # Below the size from which torch copies with several threads, which would wait for each
 # other longer than they copy on a machine that does other things too.
-WEIGHT_SPECS = {
-    "first": ArraySpec((29_989,), np.dtype(np.float32)),
-    "bias": ArraySpec((), np.dtype(np.float32)),
-    "middle": ArraySpec((151, 199), np.dtype(np.float32)),
-    "last": ArraySpec((31_013,), np.dtype(np.float32)),
+WEIGHT_SHAPES = {
+    "first": (29_989,),
+    "bias": (),
+    "middle": (151, 199),
+    "last": (31_013,),
 }
 
 
 def tensors_full_of(value):
     return {
-        name: torch.full(spec.shape, float(value))
-        for name, spec in WEIGHT_SPECS.items()
+        name: torch.full(shape, float(value)) for name, shape in WEIGHT_SHAPES.items()
     }
 
 
@@ -425,8 +429,7 @@ def values_in(tensors):
 
 
 def test_fetch_returns_the_newest_weights_and_their_version():
-    weights = SharedWeights(WEIGHT_SPECS)
-    weights.publish(tensors_full_of(5), 5)
+    weights = SharedWeights(tensors_full_of(5), 5)
     weights.publish(tensors_full_of(7), 7)
     mine = tensors_full_of(-1)
     assert weights.fetch(mine, -1) == 7
@@ -434,16 +437,14 @@ def test_fetch_returns_the_newest_weights_and_their_version():
 
 
 def test_version_zero_is_a_version():
-    weights = SharedWeights(WEIGHT_SPECS)
-    weights.publish(tensors_full_of(3), 0)
+    weights = SharedWeights(tensors_full_of(3), 0)
     mine = tensors_full_of(-1)
     assert weights.fetch(mine, -1) == 0
     assert values_in(mine) == {3.0}
 
 
 def test_fetch_leaves_alone_what_is_already_newest():
-    weights = SharedWeights(WEIGHT_SPECS)
-    weights.publish(tensors_full_of(7), 7)
+    weights = SharedWeights(tensors_full_of(7), 7)
     mine = tensors_full_of(-1)
     assert weights.fetch(mine, have=7) == 7
     assert values_in(mine) == {-1.0}
@@ -451,18 +452,10 @@ def test_fetch_leaves_alone_what_is_already_newest():
 
 def test_fetch_brings_whatever_differs_from_what_one_has():
     # A learner that went back to a checkpoint has a lower version than its actors.
-    weights = SharedWeights(WEIGHT_SPECS)
-    weights.publish(tensors_full_of(5), 5)
+    weights = SharedWeights(tensors_full_of(5), 5)
     mine = tensors_full_of(-1)
     assert weights.fetch(mine, have=7) == 5
     assert values_in(mine) == {5.0}
-
-
-def test_nothing_is_fetched_before_something_is_published():
-    weights = SharedWeights(WEIGHT_SPECS)
-    mine = tensors_full_of(-2)
-    assert weights.fetch(mine, -1) == -1
-    assert values_in(mine) == {-2.0}
 
 
 MIN_VERSIONS = 307  # That a reader must see; it skips others.
@@ -491,10 +484,9 @@ def read_weights(weights, pipe):
 
 
 def test_readers_never_see_two_versions_mixed_and_a_killed_one_blocks_nobody(_context):
-    weights = SharedWeights(WEIGHT_SPECS)
+    weights = SharedWeights(tensors_full_of(0), 0)
     # Written from last to first and read from first to last: the two meet halfway.
     tensors = dict(reversed(tensors_full_of(0).items()))
-    weights.publish(tensors, 0)
     pipes, processes = [], []
     for _ in range(2):
         ours, theirs = _context.Pipe()
@@ -545,12 +537,12 @@ def a_net(size=3, *, more=()):
     ],
 )
 def test_the_weights_of_another_network_are_refused(other, difference):
-    weights = shared_memory.share_weights(a_net(), 0)
+    weights = SharedWeights(a_net().state_dict(), 0)
     with pytest.raises(ConfigError, match=rf"\(first difference: {difference}\)"):
         weights.check(other)
 
 
 def test_an_actor_in_bfloat16_has_the_learners_network():
     net = a_net()
-    weights = shared_memory.share_weights(net, 0)
+    weights = SharedWeights(net.state_dict(), 0)
     weights.check(net.bfloat16())

@@ -9,7 +9,7 @@ from torch import nn
 
 import monobeast
 import polybeast
-from core.actors.shared_memory import share_weights
+from core.actors.shared_memory import SharedWeights
 from core.algorithm import losses, update, vtrace
 from core.algorithm.distributions import ActionDistribution
 from core.algorithm.dry_run import dry_run, zero_rows
@@ -513,7 +513,7 @@ def test_the_statistics_reach_the_actors_with_the_weights():
         learner = make_learner(*BOTH, module=module)
         actor = module.create_net(learner.flags, Spaces(VECTOR, ACTIONS))
         if module is monobeast:
-            weights = share_weights(learner.net, 0)
+            weights = SharedWeights(learner.net.state_dict(), 0)
             tensors = learner.net.state_dict()  # As learn_loop: taken once.
         else:
             weights = polybeast.Weights(learner.net, "cpu")
