@@ -71,7 +71,7 @@ from core.environments import stepping
 from core.environments.make import make
 from core.errors import Exit, leave
 from core.nests import ArraySpec, Nest, map_nest
-from core.rollout import Spaces, new_rollouts
+from core.rollout import NET_INPUTS, Spaces, new_rollouts
 from core.running import common_flags, evaluation
 from core.running.compute import explain_out_of_memory, set_torch_threads
 from core.running.machine import keep_freed_memory
@@ -287,10 +287,6 @@ def read_env(flags: argparse.Namespace) -> tuple[Spaces, dict[str, Any]]:
     )
 
 
-def read_spaces(flags: argparse.Namespace) -> Spaces:
-    return read_env(flags)[0]
-
-
 def net_outputs(spaces: Spaces) -> dict[str, ArraySpec]:
     """Return the specs of Net.forward's outputs, for one row of one environment."""
     f32 = np.dtype(np.float32)
@@ -406,10 +402,8 @@ def as_tensors(row: Nest) -> Nest:
 
     The tensors are views: nothing is copied.
     """
-    keys = ("observation", "reward", "done", "last_action")
-    return map_nest(
-        lambda x: torch.from_numpy(x[np.newaxis]), {key: row[key] for key in keys}
-    )
+    inputs = {key: row[key] for key in NET_INPUTS}
+    return map_nest(lambda x: torch.from_numpy(x[np.newaxis]), inputs)
 
 
 def act(flags: argparse.Namespace, spaces: Spaces, process: ActorProcess) -> None:
@@ -607,19 +601,6 @@ def train_serial(run: Run, buffers: RolloutBuffers) -> None:
 
 def test(flags: argparse.Namespace) -> Exit:
     """Play --num_episodes full games with a run's newest checkpoint; report returns."""
-
-    def policy(net: Net) -> evaluation.Policy:
-        @torch.inference_mode()
-        def act(row: Nest, state: Any) -> tuple[Nest, Any]:
-            rows = as_tensors(row)
-            outputs, state = net(rows, state)
-            chosen = net.distribution.draw(
-                outputs["policy_logits"], inputs=rows, greedy=flags.greedy
-            )
-            return map_nest(lambda x: x[0].numpy(), chosen["action"]), state
-
-        return act
-
     evaluation.test_run(
         flags,
         create_envs=lambda render_mode, **options: stepping.Environments(
@@ -630,7 +611,6 @@ def test(flags: argparse.Namespace) -> Exit:
         ),
         env_options=functools.partial(env_options, flags),
         create_net=functools.partial(create_net, flags),
-        policy=policy,
     )
     return Exit.DONE
 

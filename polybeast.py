@@ -84,7 +84,7 @@ from core.remote import messages, pool, server_flags
 from core.remote.greet import check_same_env, greet, warn_if_insecure
 from core.remote.local_servers import LocalServers
 from core.remote.server_lists import ServerList
-from core.rollout import Spaces, new_rollouts
+from core.rollout import NET_INPUTS, Spaces, new_rollouts
 from core.running import common_flags, compute, evaluation, log_setup
 from core.running.compute import explain_out_of_memory, set_torch_threads
 from core.running.machine import (
@@ -106,8 +106,6 @@ from core.running.trace import Trace
 
 TICK_S = 0.2  # The main loop checks signals, failures and clocks at least this often.
 MAX_INFERENCE_BATCH = 1024
-# The keys of a row that Net reads.
-NET_INPUTS = ("observation", "reward", "done", "last_action")
 
 
 # ---------------------------------------------------------------------------- flags
@@ -439,11 +437,6 @@ def choose_actions(
 
     Samples on the CPU: on a GPU a NaN in the logits would make all later CUDA calls of
     this process fail, and the last checkpoint could not be written.
-
-    Args:
-      outputs: Net's outputs for N rows, [1, N, ...].
-      version: the version of Net's weights.
-      rows: Net's inputs, which the error names if no action can be drawn.
     """
     outputs |= distribution.draw(outputs["policy_logits"], inputs=rows)
     outputs["policy_version"] = torch.full(outputs["baseline"].shape, version)
@@ -659,28 +652,11 @@ def train_async(
 
 def test(flags: argparse.Namespace) -> Exit:
     """Play --num_episodes full games with a run's newest checkpoint; report returns."""
-
-    def policy(net: Net) -> evaluation.Policy:
-        @torch.inference_mode()
-        def act(row: Nest, state: Any) -> tuple[Nest, Any]:
-            rows = map_nest(
-                lambda x: torch.from_numpy(x).unsqueeze(0),
-                {key: row[key] for key in NET_INPUTS},
-            )
-            outputs, state = net(rows, state)
-            chosen = net.distribution.draw(
-                outputs["policy_logits"], inputs=rows, greedy=flags.greedy
-            )
-            return map_nest(lambda x: x[0].numpy(), chosen["action"]), state
-
-        return act
-
     evaluation.test_run(
         flags,
         create_envs=functools.partial(polybeast_env.create_environments, flags, 1),
         env_options=functools.partial(polybeast_env.env_options, flags),
         create_net=functools.partial(create_net, flags),
-        policy=policy,
     )
     return Exit.DONE
 

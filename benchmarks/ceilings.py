@@ -135,7 +135,7 @@ def random_rows(
     flags: argparse.Namespace, lead: tuple[int, ...]
 ) -> tuple[monobeast.Net, Any]:
     """Return a network and rows of noise, leaves [*lead, ...], that fit it."""
-    spaces = monobeast.read_spaces(flags)
+    spaces = monobeast.read_env(flags)[0]
     net = monobeast.create_net(flags, spaces)
     outputs = monobeast.net_outputs(spaces)
     spec, _ = prepare.rollout_specs(flags, spaces, net, outputs)
@@ -177,7 +177,7 @@ def learner_work(flags: argparse.Namespace) -> tuple[Any, int]:
 def learner_and_work(flags: argparse.Namespace) -> tuple[Learner, Any, int]:
     T, B = flags.unroll_length, flags.batch_size
     _, batch = random_rows(flags, (T + 1, B))
-    learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+    learner = monobeast.create_learner(flags, monobeast.read_env(flags)[0])
     state = tuple(s.numpy() for s in learner.net.initial_state(B))
     return learner, lambda: learner.update(batch, state), T * B
 
@@ -210,7 +210,7 @@ def measure_transport(argv: list[str], part_s: float) -> dict[str, float]:
     Rows of that size come from mock environments, and constants answer them.
     """
     flags = importlib.import_module("polybeast").parse_flags(argv)
-    observation = monobeast.read_spaces(flags).observation
+    observation = monobeast.read_env(flags)[0].observation
     result = transport.measure(
         "data path",
         flags.envs_per_stream,

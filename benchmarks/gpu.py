@@ -85,7 +85,7 @@ def measure_learner(
 ) -> dict[str, float]:
     """Update one network by two threads, as the trainers do."""
     T, B = flags.unroll_length, flags.batch_size
-    learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+    learner = monobeast.create_learner(flags, monobeast.read_env(flags)[0])
     _, batch = ceilings.random_rows(flags, (T + 1, B))
     state = tuple(s.numpy() for s in learner.net.initial_state(B))
     if device != "cpu":

@@ -60,6 +60,10 @@ class Spaces:
     action: gym.Space
 
 
+# The keys of a row that a network reads.
+NET_INPUTS = ("observation", "reward", "done", "last_action")
+
+
 def new_rollouts(flags: argparse.Namespace) -> int:
     """Return how many of a batch's --batch_size rollouts are new, not replayed.
 

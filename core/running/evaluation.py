@@ -6,6 +6,7 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import secrets
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from core.action_spaces import check_spaces
 from core.environments.faults import describe
 from core.environments.stepping import Environments
 from core.errors import ConfigError, EnvError, MakeError
-from core.nests import Nest
-from core.rollout import Spaces
+from core.nests import Nest, map_nest
+from core.rollout import NET_INPUTS, Spaces
 from core.running import checkpoint, common_flags, dashboard, folder
 from core.running.randomness import seed_rng
 from core.running.resume import name_changed_flags
@@ -29,6 +31,16 @@ from core.running.unit import limit_calls
 
 # Maps (row [1, ...], recurrent state) to (actions [1, ...], new recurrent state).
 Policy = Callable[[Nest, Any], tuple[Nest, Any]]
+
+
+@torch.inference_mode()
+def act(net: Any, row: Nest, state: Any, *, greedy: bool) -> tuple[Nest, Any]:
+    """Choose an action with a trainer's Net: a `Policy`, given `net` and `greedy`."""
+    inputs = {key: row[key] for key in NET_INPUTS}
+    rows = map_nest(lambda x: torch.from_numpy(x).unsqueeze(0), inputs)
+    outputs, state = net(rows, state)
+    chosen = net.distribution.draw(outputs["policy_logits"], inputs=rows, greedy=greedy)
+    return map_nest(lambda x: x[0].numpy(), chosen["action"]), state
 
 
 @dataclasses.dataclass
@@ -203,7 +215,6 @@ def test_run(
     create_envs: Callable[..., Environments],
     env_options: Callable[[Any], Mapping[str, Any]],
     create_net: Callable[[Spaces], Any],
-    policy: Callable[[Any], Policy],
 ) -> None:
     """Play --num_episodes full games with a run's newest checkpoint; report the games.
 
@@ -212,7 +223,6 @@ def test_run(
         `render_mode` and with keyword arguments for `Environments`.
       env_options: function that returns the options of that environment.
       create_net: function that creates the network for an environment's spaces.
-      policy: function that returns the `Policy` of a network.
 
     Raises:
       ConfigError: there is no checkpoint, or the environment cannot be created, or no
@@ -257,7 +267,7 @@ def test_run(
         video_dir = run_dir / "video" if flags.video else None
         games = play(
             envs,
-            policy(net),
+            functools.partial(act, net, greedy=flags.greedy),
             net.initial_state(1),
             num_games=flags.num_episodes,
             video_dir=video_dir,

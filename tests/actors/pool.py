@@ -34,7 +34,7 @@ def make_actor(
     fetch: Callable[[], int] = lambda: 0,
 ) -> monobeast.Actor:
     """Return an actor for this process, with buffers of its own."""
-    spaces = monobeast.read_spaces(flags)
+    spaces = monobeast.read_env(flags)[0]
     net = net or monobeast.create_net(flags, spaces)
     outputs = monobeast.net_outputs(spaces)
     return monobeast.Actor(
@@ -53,7 +53,7 @@ class Pool:
 
     def __init__(self, flags: argparse.Namespace):
         torch.manual_seed(0)
-        spaces = monobeast.read_spaces(flags)
+        spaces = monobeast.read_env(flags)[0]
         net = monobeast.create_net(flags, spaces)
         outputs = monobeast.net_outputs(spaces)
         self.buffers = prepare.create_buffers(flags, spaces, net, outputs)

@@ -133,7 +133,7 @@ def test_updates_on_a_gpu_are_those_on_the_cpu(monkeypatch, argv):
     def learn(*, disable_cuda):
         flags.disable_cuda = disable_cuda
         torch.manual_seed(0)
-        learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+        learner = monobeast.create_learner(flags, monobeast.read_env(flags)[0])
         state = tuple(s.numpy() for s in learner.net.initial_state(4))
         for _ in range(3):
             learner.update(batch, state)
@@ -229,7 +229,7 @@ def test_updates_by_graphs_are_the_same_updates(device):
     def learned(by_graphs):
         torch.manual_seed(0)
         flags.disable_cuda_graphs = not by_graphs
-        learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+        learner = monobeast.create_learner(flags, monobeast.read_env(flags)[0])
         if by_graphs and device == "cpu":
             learner.gradient = gpu.Graphs(learner.gradient, device)
         gradients.clear()
@@ -321,7 +321,7 @@ def test_until_the_optimizer_an_update_looks_at_no_tensor(model):
     flags = monobeast.parse_flags(argv.split())
     _, batch = ceilings.random_rows(flags, (6, 4))
     batch["replayed"] = mark_replayed(6, 2, 4)
-    learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+    learner = monobeast.create_learner(flags, monobeast.read_env(flags)[0])
     with FakeTensorMode() as mode:
         for module in learner.net.modules():
             for tensors in (module._parameters, module._buffers):

@@ -185,7 +185,7 @@ def test_the_memory_of_batches_that_have_left_serves_new_ones():
 def make_learner(*argv):
     """Return a learner and a function that makes random rollouts for it."""
     flags = make_flags("Catch", "--batch_size", "12", "--info_keys", "half", *argv)
-    spaces = monobeast.read_spaces(flags)
+    spaces = monobeast.read_env(flags)[0]
     torch.manual_seed(0)
     learner = monobeast.create_learner(flags, spaces)
     outputs = monobeast.net_outputs(spaces)

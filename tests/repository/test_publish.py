@@ -88,7 +88,7 @@ def skip_if_net_was_edited(name):
     found = checkpoint.load(PLAY / name / "checkpoints")
     flags = monobeast.parse_flags([])
     vars(flags).update(found.state["flags"])
-    net = monobeast.create_net(flags, monobeast.read_spaces(flags))
+    net = monobeast.create_net(flags, monobeast.read_env(flags)[0])
     try:
         checkpoint.weights_for(net, found)
     except checkpoint.CheckpointMismatch as error:

@@ -51,7 +51,7 @@ def make_run(savedir: Path, *flags: str, xpid: str = "x") -> run.Run:
         + [*SIZES, *flags]
     )
     (savedir / xpid).mkdir(exist_ok=True)
-    spaces = monobeast.read_spaces(parsed)
+    spaces = monobeast.read_env(parsed)[0]
     learner = monobeast.create_learner(parsed, spaces)
     return run.Run(
         parsed,
@@ -124,7 +124,7 @@ def test_a_large_observation_that_is_flattened_is_warned_of(
     tmp_path, caplog, monkeypatch
 ):
     new = make_run(tmp_path)
-    spaces = monobeast.read_spaces(new.flags)
+    spaces = monobeast.read_env(new.flags)[0]
     new.describe("Catch", spaces, devices="on cpu")
     assert "flattens" not in caplog.text
     monkeypatch.setattr(run, "LARGE", 49)  # Catch has 10 x 5.
@@ -174,7 +174,7 @@ def test_a_run_goes_on_with_its_own_normalization_only(savedir, flag, recorded):
 @pytest.mark.parametrize("clipping, told", [("abs_one", True), ("none", False)])
 def test_returns_of_clipped_rewards_are_told(tmp_path, caplog, clipping, told):
     a_run = make_run(tmp_path, "--normalize_returns", "--reward_clipping", clipping)
-    a_run.describe("Catch", monobeast.read_spaces(a_run.flags), devices="on cpu")
+    a_run.describe("Catch", monobeast.read_env(a_run.flags)[0], devices="on cpu")
     assert ("Add --reward_clipping none" in caplog.text) == told
 
 

@@ -62,7 +62,7 @@ def main(argv):
 def make_learner(trainer, *argv):
     """Return a learner, and a batch of random rollouts."""
     flags = trainer.parse_flags([*FLAGS, "--disable_cuda", *argv])
-    spaces = trainer.read_spaces(flags)
+    spaces = trainer.read_env(flags)[0]
     torch.manual_seed(0)
     learner = trainer.create_learner(flags, spaces)
     outputs = trainer.net_outputs(spaces)

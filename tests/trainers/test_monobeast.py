@@ -27,7 +27,7 @@ def test_serial_and_asynchronous_actors_write_the_same_rollout():
     with Pool(flags) as pool:
         ours = pool.next_rollout()
     torch.manual_seed(env_seed(flags.seed, 0, 0, 0))
-    spaces = monobeast.read_spaces(flags)
+    spaces = monobeast.read_env(flags)[0]
     net = monobeast.create_net(flags, spaces)
     pool.weights.fetch(net.state_dict(), -1)
     torch.manual_seed(env_seed(flags.seed, 0, 0, 0))
@@ -75,7 +75,7 @@ def test_a_loss_that_reads_what_rows_lack_is_told_how_they_get_it():
     flags.batch_size = E
     with Pool(flags) as pool:
         rollout = pool.next_rollout()
-    net = monobeast.create_net(flags, monobeast.read_spaces(flags))
+    net = monobeast.create_net(flags, monobeast.read_env(flags)[0])
     optimizer = torch.optim.SGD(net.parameters())
     with pytest.raises(KeyError, match="'aux'") as caught:
         Learner(flags, net, [optimizer], loss).update(rollout, ())
@@ -92,7 +92,7 @@ def test_a_batch_learns_the_same_whole_and_in_groups_of_columns(monkeypatch):
     for piece_bytes in (2**30, 1):
         monkeypatch.setattr(losses, "PIECE_BYTES", piece_bytes)
         torch.manual_seed(0)
-        learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+        learner = monobeast.create_learner(flags, monobeast.read_env(flags)[0])
         learner.update(rollout, ())
         gradients.append([p.grad.clone() for p in learner.net.parameters()])
     for whole, pieces in zip(*gradients):
@@ -134,7 +134,7 @@ def test_a_step_is_one_that_an_environment_took(module):
 
     flags = make_flags("tests.counting_env:make_truncating", "--serial")
     flags.learner_device = "cpu"
-    learner = module.create_learner(flags, monobeast.read_spaces(flags))
+    learner = module.create_learner(flags, monobeast.read_env(flags)[0])
     actor = make_actor(flags, learner.net, lambda: learner.updates)
     actor.envs.envs = [Env(env) for env in actor.envs.envs]
     for updates in range(1, 10):
@@ -156,7 +156,7 @@ def test_rollouts_beyond_the_maximal_lag_are_left_out_and_counted(module):
     with Pool(flags) as pool:
         rollout = pool.next_rollout()
     # A fork's two networks may have states of different sizes.
-    net = module.create_learner(flags, monobeast.read_spaces(flags)).net
+    net = module.create_learner(flags, monobeast.read_env(flags)[0]).net
     state = tuple(s.numpy() for s in net.initial_state(2 * E))
     for s in state:
         s[:, E:] = 1.0
@@ -169,7 +169,7 @@ def test_rollouts_beyond_the_maximal_lag_are_left_out_and_counted(module):
     def learned_from(max_policy_lag, columns=slice(None)):
         torch.manual_seed(0)
         flags.max_policy_lag = max_policy_lag
-        learner = module.create_learner(flags, monobeast.read_spaces(flags))
+        learner = module.create_learner(flags, monobeast.read_env(flags)[0])
         learner.updates = 10
         batch, agent_state = map_nest(lambda x: x[:, columns], (both, state))
         if module is polybeast:
@@ -200,7 +200,7 @@ def test_rollouts_beyond_the_maximal_lag_are_left_out_and_counted(module):
 
 def test_a_recurrent_state_of_any_type_stays_as_it_is(monkeypatch):
     flags = make_flags("Catch", "--num_actors", "1")
-    spaces = monobeast.read_spaces(flags)
+    spaces = monobeast.read_env(flags)[0]
     net = monobeast.create_net(flags, spaces)
     dtypes = [torch.int64, torch.float64, torch.bool]
     monkeypatch.setattr(
@@ -220,7 +220,7 @@ def test_a_recurrent_state_of_any_type_stays_as_it_is(monkeypatch):
 )
 def test_an_update_without_memory_says_what_is_how_large(kind, left, monkeypatch):
     flags = make_flags("Catch", "--num_actors", "1", "--disable_cuda")
-    spaces = monobeast.read_spaces(flags)
+    spaces = monobeast.read_env(flags)[0]
     learner = monobeast.create_learner(flags, spaces)
     outputs = monobeast.net_outputs(spaces)
     row, _ = prepare.rollout_specs(flags, spaces, learner.net, outputs)
@@ -252,7 +252,7 @@ def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run(
         good = pool.next_rollout()
     bad = map_nest(np.copy, good)
     bad["observation"][2, 1] = np.nan
-    learner = monobeast.create_learner(flags, monobeast.read_spaces(flags))
+    learner = monobeast.create_learner(flags, monobeast.read_env(flags)[0])
     learner.update(good, ())
     weights = {k: v.clone() for k, v in learner.net.state_dict().items()}
     for _ in range(9):
@@ -279,7 +279,7 @@ def test_a_loss_that_is_not_finite_by_itself_is_told_where_to_look(fn, said):
     flags.batch_size = E
     with Pool(flags) as pool:
         rollout = pool.next_rollout()
-    net = monobeast.create_net(flags, monobeast.read_spaces(flags))
+    net = monobeast.create_net(flags, monobeast.read_env(flags)[0])
 
     def loss(*args):
         loss = update.compute_loss(*args)

@@ -305,7 +305,7 @@ def test_both_trainers_make_the_same_rollouts(tmp_path, kind):
     ]
     argv += ["--batch_size", str(K), "--unroll_length", str(T), "--seed", "7"]
     flags = monobeast.parse_flags([*argv, "--use_lstm"])
-    spaces = monobeast.read_spaces(flags)
+    spaces = monobeast.read_env(flags)[0]
     torch.manual_seed(3)
     mono_net = monobeast.create_net(flags, spaces)
     poly_net = copy.deepcopy(mono_net)  # Forks edit one trainer's Net.

@@ -89,7 +89,7 @@ def test_a_serial_run_with_replay_is_exact_until_it_is_resumed(start, tmp_path):
 
 def test_servers_with_streams_of_another_size_are_refused_with_the_remedy():
     flags = SimpleNamespace(batch_size=12, replay_ratio=0.5)
-    catch = monobeast.read_spaces(make_flags("Catch"))
+    catch = monobeast.read_env(make_flags("Catch"))[0]
     spaces = {"observation": catch.observation, "action": catch.action}
     with pytest.raises(ConfigError) as error:
         complete_flags(flags, messages.Welcome(num_envs=5, **spaces))
@@ -100,14 +100,14 @@ def test_servers_with_streams_of_another_size_are_refused_with_the_remedy():
 
 def test_a_replay_that_does_not_fit_into_shared_memory_is_refused():
     flags = make_flags("Catch", "--replay_ratio", "1", "--replay_capacity", "10G")
-    spaces = monobeast.read_spaces(flags)
+    spaces = monobeast.read_env(flags)[0]
     net, outputs = monobeast.create_net(flags, spaces), monobeast.net_outputs(spaces)
     with pytest.raises(ConfigError, match=r"for the replay\).*Lower --replay_capacity"):
         prepare.create_buffers(flags, spaces, net, outputs)
 
 
 def test_a_replay_that_does_not_fit_into_memory_is_refused(caplog):
-    spaces = monobeast.read_spaces(make_flags("Catch"))
+    spaces = monobeast.read_env(make_flags("Catch"))[0]
     sizes = {"replay_ratio": 1, "batch_size": 6, "unroll_length": T, "info_keys": ()}
     sizes |= {"num_learner_threads": 2, "max_learner_queue_size": 3}
     outputs = monobeast.net_outputs(spaces)
