@@ -565,17 +565,14 @@ def train_serial(run: Run, buffers: RolloutBuffers) -> None:
     assembler = BatchAssembler(buffers, n, num_replayed=replay.num_sampled)
     free = list(range(buffers.num_buffers))
 
-    def create_actor(actor_id: int, clock: np.ndarray) -> Actor:
-        return Actor(
-            flags,
-            learner.net,
-            buffers,
-            actor_id=actor_id,
-            incarnation=serial.first_incarnation(run),
-            fetch=lambda: learner.updates,
-            clock=clock,
-        )
-
+    create_actor = functools.partial(
+        Actor,
+        flags,
+        learner.net,
+        buffers,
+        incarnation=serial.first_incarnation(run),
+        fetch=lambda: learner.updates,
+    )
     with serial.open_run(run, create_actor) as (actors, clocks):
         while run.goes_on():
             first = n * (learner.updates + learner.skipped)

@@ -23,7 +23,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any, Protocol
 
@@ -118,18 +118,15 @@ class ActorProcess:
     def fill_buffers(self, actor: Actor) -> None:
         """Fill the buffers that the program names until the program hangs up."""
         with contextlib.closing(actor.envs):
-            for index in self._requests():
+            while True:
+                try:
+                    index = int.from_bytes(self._pipe.recv_bytes(), "little")
+                except (EOFError, ConnectionResetError):
+                    return
                 actor.unroll(index)
                 message = FULL.pack(b"F", index, actor.env_s, actor.agent_s)
                 with contextlib.suppress(BrokenPipeError):  # The program hung up.
                     self._pipe.send_bytes(message)
-
-    def _requests(self) -> Iterator[int]:
-        while True:
-            try:
-                yield int.from_bytes(self._pipe.recv_bytes(), "little")
-            except (EOFError, ConnectionResetError):
-                return
 
 
 def _run_actor(

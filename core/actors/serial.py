@@ -51,7 +51,7 @@ def time_update(clocks: np.ndarray) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_run(
-    run: Run, create_actor: Callable[[int, np.ndarray], Actor]
+    run: Run, create_actor: Callable[..., Actor]
 ) -> Iterator[tuple[list[Actor], np.ndarray]]:
     """Create the actors of a serial run, resume them, and open the run's logs.
 
@@ -59,7 +59,7 @@ def open_run(
     the environments.
 
     Args:
-      create_actor: creates an actor from its number and its clock.
+      create_actor: called with `actor_id` and `clock`.
 
     Yields:
       The actors, and the clocks of `limit_calls`, for `time_update`.
@@ -77,7 +77,8 @@ def open_run(
     with limits as clocks, contextlib.ExitStack() as stack:
         actors: list[Actor] = []
         for i in range(flags.num_actors):
-            actors.append(create_actor(i, clocks[:1]))  # They take turns with it.
+            # They take turns with the clock.
+            actors.append(create_actor(actor_id=i, clock=clocks[:1]))
             stack.enter_context(contextlib.closing(actors[-1].envs))
         if is_alone:
             number = first_incarnation(run)

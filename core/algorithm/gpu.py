@@ -138,9 +138,14 @@ class Graphs:
         num = next(leaves(args))[1].shape[1]
         if num not in self._parts:
             size = 1 << (num - 1).bit_length() if self._pad else num
-            if size not in self._graphs and len(self._graphs) >= self._max_graphs:
-                return self._function(*map_nest(self._to_gpu, args))
-            self._parts[num] = self._prepare(args, num, size)
+            if size not in self._graphs:
+                if len(self._graphs) >= self._max_graphs:
+                    return self._function(*map_nest(self._to_gpu, args))
+                self._graphs[size] = self._record(args, size)
+            inputs, replay, outputs = self._graphs[size]
+            if size > num:
+                inputs, outputs = map_nest(lambda x: x[:, :num], (inputs, outputs))
+            self._parts[num] = inputs, replay, outputs
         inputs, replay, outputs = self._parts[num]
         map_nest(lambda to, x: to.copy_(x, non_blocking=True), inputs, args)
         replay()
@@ -148,14 +153,6 @@ class Graphs:
 
     def _to_gpu(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self._device, non_blocking=True)
-
-    def _prepare(self, args: tuple[Nest, ...], num: int, size: int) -> _Graph:
-        if size not in self._graphs:
-            self._graphs[size] = self._record(args, size)
-        inputs, replay, outputs = self._graphs[size]
-        if size > num:
-            inputs, outputs = map_nest(lambda x: x[:, :num], (inputs, outputs))
-        return inputs, replay, outputs
 
     def _record(self, args: tuple[Nest, ...], size: int) -> _Graph:
         # Unused columns must hold valid values, too: they repeat the other columns.

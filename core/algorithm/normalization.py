@@ -70,7 +70,7 @@ def check_statistics(flags: argparse.Namespace, net: nn.Module) -> None:
 class RunningNorm(nn.Module):
     """Running mean and variance of each element of an array, in float64.
 
-    Before the first `learn` the mean is 0 and the variance 1.
+    Before the first `add` the mean is 0 and the variance 1.
     """
 
     count: torch.Tensor
@@ -92,10 +92,6 @@ class RunningNorm(nn.Module):
         x = x.double()  # First, since operations on two dtypes take twice as long.
         y = (x - self.mean) * (self.var + EPSILON).rsqrt()
         return y.clamp(-CLIP, CLIP).add(x, alpha=0).float()  # 0 * infinity is NaN.
-
-    def learn(self, x: torch.Tensor) -> None:
-        """Add the rows of x [N, *shape] to the statistics, which are over all rows."""
-        self.add(self.moments(x))
 
     @torch.no_grad()
     def moments(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,15 +150,14 @@ class InputNorm(nn.Module):
 
         Row 0 is left out: it was the last row of the previous rollout.
         """
-        by_index: dict[int, torch.Tensor] = {}
+        found: list[torch.Tensor] = []
 
         def collect(i: int, x: torch.Tensor) -> None:
             if isinstance(norm := self.observation[i], RunningNorm):
-                by_index[i] = norm.moments(x[1:].flatten(0, 1)).flatten()
+                found.append(norm.moments(x[1:].flatten(0, 1)).flatten())
 
-        # By key: rows may have the keys of a Dict in another order than its space.
+        # In the order of the space: rows may have the keys of a Dict in another order.
         map_nest(collect, self._number, rows["observation"])
-        found = [by_index[i] for i in sorted(by_index)]
         if not self.clip_rewards:
             found.append(self.reward.moments(rows["reward"][1:].flatten()))
         return torch.cat(found) if found else rows["reward"].new_zeros(0).double()

@@ -23,7 +23,7 @@ from core.environments.faults import is_ctrl_c, name_of, only_exceptions
 from core.environments.row_writer import RowWriter
 from core.errors import EnvError, EnvSpecError, MakeError
 from core.nests import Nest, leaves, map_nest, unflatten
-from core.rollout import action_at, copy_at, each_action, leaf_spaces, row_spec, text_of
+from core.rollout import action_at, copy_at, leaf_spaces, row_spec, text_of
 
 NAN = float("nan")
 
@@ -194,9 +194,8 @@ class Environments:
             raise RuntimeError("Environments.step was called before reset")
         map_nest(np.copyto, rows["last_action"], actions)
         _clear(rows)
-        each = each_action(self._action_spaces, actions)
         for k in range(len(self.envs)):
-            self._step(k, map_nest(next, each), rows)
+            self._step(k, action_at(self._action_spaces, actions, k), rows)
 
     def render(self) -> Any:
         """Return a picture of the first environment, from its `render`.

@@ -88,7 +88,7 @@ def test_environments_that_draw_numbers_when_made_do_not_change_a_resumed_run():
     run = types.SimpleNamespace(
         flags=flags, found=found, open=contextlib.nullcontext, log=lambda stats: None
     )
-    with serial.open_run(run, lambda *_: make_actor(flags)):
+    with serial.open_run(run, lambda **_: make_actor(flags)):
         now = rng_state()
     assert now[0] == rng
     for (name, ours), (_, theirs) in zip(leaves(now[1]), leaves(rng_tensors)):

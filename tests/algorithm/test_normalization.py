@@ -128,7 +128,7 @@ def test_statistics_of_millions_of_rows_are_those_of_float64():
         size = (7919, 2, 4999)[i % 3]
         part = rng.normal([5.0, 300 - i, -1e6], 1.0, (size, 3)) * scales
         parts.append(part.astype(F32))
-        norm.learn(torch.from_numpy(parts[-1]))
+        norm.add(norm.moments(torch.from_numpy(parts[-1])))
     rows = np.concatenate(parts).astype(np.float64)
     assert norm.count.item() == len(rows) > 1_500_000
     np.testing.assert_allclose(norm.mean, rows.mean(0), rtol=1e-12)
@@ -140,7 +140,7 @@ def test_normalized_rows_have_mean_0_and_deviation_1_and_are_clipped():
     rng = np.random.default_rng(2)
     rows = rng.normal([1e5, -3.0], [10.0, 1e-3], (5003, 2)).astype(F32)
     norm = RunningNorm((2,))
-    norm.learn(torch.from_numpy(rows))
+    norm.add(norm.moments(torch.from_numpy(rows)))
     y = norm(torch.from_numpy(rows))
     assert y.dtype == torch.float32
     exact = rows.astype(np.float64)
@@ -159,8 +159,8 @@ def test_before_the_first_row_values_stay_as_they_are():
 
 def test_an_element_that_never_changes_is_0_and_makes_nothing_infinite():
     norm = RunningNorm((1,))
-    norm.learn(torch.full((11, 1), 0.1))
-    norm.learn(torch.full((13, 1), 0.1))
+    norm.add(norm.moments(torch.full((11, 1), 0.1)))
+    norm.add(norm.moments(torch.full((13, 1), 0.1)))
     assert norm(torch.tensor([[0.1]])).item() == 0.0
     assert norm(torch.tensor([[0.2]])).item() == 10.0
 
@@ -168,11 +168,11 @@ def test_an_element_that_never_changes_is_0_and_makes_nothing_infinite():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows_and_changes_no_statistics(bad):
     norm = RunningNorm((2,))
-    norm.learn(torch.randn(7, 2))
+    norm.add(norm.moments(torch.randn(7, 2)))
     before = buffers(norm)
     rows = torch.randn(5, 2)
     rows[3, 1] = bad
-    norm.learn(rows)
+    norm.add(norm.moments(rows))
     for name, x in buffers(norm).items():
         assert torch.equal(x, before[name]), name
     assert norm(rows).isnan().nonzero().tolist() == [[3, 1]]
