@@ -155,7 +155,12 @@ class Learners:
         """
         own = dict(sums)
         grad_norm = own.pop("grad_norm")  # The summed gradient's: all have the same.
-        own |= {"stop": self.wants_stop, "report": self._wants_report()}
+        # Learner 0 decides for all learners when it is time for reports.
+        now = time.monotonic()
+        is_time = self.rank == 0 and now - self._last_report >= REPORT_S
+        if is_time:
+            self._last_report = now
+        own |= {"stop": self.wants_stop, "report": is_time}
         total = self.sum(own)
         self.has_agreed_to_stop = total.pop("stop") > 0
         self.is_report_due = total.pop("report") > 0
@@ -167,14 +172,6 @@ class Learners:
         with self._waiting():
             dist.all_gather(parts, x.cpu())
         return [part.to(x.device) for part in parts]
-
-    def _wants_report(self) -> bool:
-        """Return whether it is time for reports. Learner 0 decides for all learners."""
-        now = time.monotonic()
-        is_time = self.rank == 0 and now - self._last_report >= REPORT_S
-        if is_time:
-            self._last_report = now
-        return is_time
 
     def report(self, report: Any) -> list[Any]:
         """Send a report to learner 0. There, return the others' reports; else []."""

@@ -96,9 +96,8 @@ class Learner:
         self.step = 0  # Agent steps (not rows) of all updates, skipped ones included.
         self.updates = 0  # Optimizer steps: the version of the weights.
         self.skipped = 0  # Updates left out because something was not finite.
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = 0  # At MAX_BAD_UPDATES all learner threads stop.
         self.counts = BatchCounts(flags)
-        self.failed = False  # After MAX_BAD_UPDATES: the other learner threads stop.
         # The other learners (torchrun), or None. All learners do the same updates:
         # everything above except `counts` is the same in all of them.
         self.learners = current()
@@ -135,7 +134,8 @@ class Learner:
         batch = map_nest(lambda x: x.numpy(), batch)
         with self.turn, self.busy.measure("learner"):
             with self.lock:
-                if self.finished() or self.failed or self.stopped or self.is_closed:
+                has_failed = self.skipped_in_a_row >= MAX_BAD_UPDATES
+                if self.finished() or has_failed or self.stopped or self.is_closed:
                     self.counts.add_unused(batch)
                     return
                 batch, rows, state = self.counts.leave_out_stale(
@@ -210,7 +210,6 @@ class Learner:
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= MAX_BAD_UPDATES:
-            self.failed = True
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} updates in a row had a loss "
                 f"({sums['total_loss']}) or gradient norm ({sums['grad_norm']}) that "
