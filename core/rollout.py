@@ -42,6 +42,7 @@ Needs numpy and gymnasium, never torch: the environment servers import it.
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -261,18 +262,25 @@ def flat_ranges(space: gym.Space) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def action_at(leaf_spaces: Nest, actions: Nest, k: int) -> Nest:
-    """Return environment k's action: ints for Discrete, else copies of arrays.
+def each_action(leaf_spaces: Nest, actions: Nest) -> Nest:
+    """Return iterators: `map_nest(next, ...)` is the next environment's action.
 
-    The arrays have the dtype of the space: in a MultiDiscrete not always int64.
+    Ints for Discrete, else copies of arrays. The arrays have the dtype of the space: in
+    a MultiDiscrete not always int64.
     """
 
-    def leaf(space: gym.Space, rows: np.ndarray) -> int | np.ndarray:
+    def leaf(space: gym.Space, rows: np.ndarray) -> Iterator[int | np.ndarray]:
         if isinstance(space, gym.spaces.Discrete):
-            return int(rows[k])
-        return np.array(rows[k], space.dtype)
+            return iter(rows.tolist())
+        return (np.array(row, space.dtype) for row in rows)
 
     return map_nest(leaf, leaf_spaces, actions)
+
+
+def action_at(leaf_spaces: Nest, actions: Nest, k: int) -> Any:
+    """Return environment k's action, as `each_action` does."""
+    rest = map_nest(lambda rows: rows[k:], actions)
+    return map_nest(next, each_action(leaf_spaces, rest))
 
 
 def copy_at(rows: Nest, k: int, values: Nest) -> None:

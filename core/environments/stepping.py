@@ -9,6 +9,7 @@ environment servers import this module.
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from core.environments.faults import is_ctrl_c, name_of, only_exceptions
 from core.environments.row_writer import RowWriter
 from core.errors import EnvError, EnvSpecError, MakeError
 from core.nests import Nest, leaves, map_nest, unflatten
-from core.rollout import action_at, copy_at, leaf_spaces, row_spec, text_of
+from core.rollout import action_at, copy_at, each_action, leaf_spaces, row_spec, text_of
 
 NAN = float("nan")
 
@@ -194,8 +195,9 @@ class Environments:
             raise RuntimeError("Environments.step was called before reset")
         map_nest(np.copyto, rows["last_action"], actions)
         _clear(rows)
+        each = each_action(self._action_spaces, actions)
         for k in range(len(self.envs)):
-            self._step(k, action_at(self._action_spaces, actions, k), rows)
+            self._step(k, map_nest(next, each), rows)
 
     def render(self) -> Any:
         """Return a picture of the first environment, from its `render`.
@@ -203,11 +205,7 @@ class Environments:
         Raises:
           EnvError: `render` raised.
         """
-        self._clock[0] = time.monotonic()
-        try:
-            return self.envs[0].render()
-        except BaseException as error:
-            raise self._env_error(0, error) from error
+        return self._call_env(0, self.envs[0].render)
 
     def close(self) -> None:
         """Close all environments; calling it again is fine."""
@@ -331,11 +329,7 @@ class Environments:
             if len(progress.actions) > self._max_steps:
                 progress.actions = None
         progress.steps += 1
-        self._clock[0] = time.monotonic()
-        try:
-            result = self.envs[k].step(action)
-        except BaseException as error:
-            raise self._env_error(k, error) from error
+        result = self._call_env(k, self.envs[k].step, action)
         transition = self._writer.transition(k, result)
         observation, reward, terminated, truncated, info = transition
         progress.episode_return += reward
@@ -352,15 +346,13 @@ class Environments:
             game_over = bool(reset_info.get("new_game", False))
             if game_over and (self._options.seed_every_game or self._is_due(k)):
                 observation, _ = self._next_game(k)
-        elif terminated:  # Also if truncated: the value of a terminal state is 0.
+        elif terminated:
             observation, _ = self._next_game(k)
-        is_cut = truncated and not terminated
+        progress.cut = truncated and not terminated  # A terminal state's value is 0.
         rows["reward"][k] = reward
-        self._write(rows, k, observation, terminated, is_cut, game_over, info)
+        self._write(rows, k, observation, terminated, progress.cut, game_over, info)
         if terminated:
             progress.end_episode(game_over=game_over)
-        else:
-            progress.cut = truncated
 
     def _next_game(self, k: int) -> tuple[Any, dict[str, Any]]:
         """Begin the next game, in a new environment if that is due."""
@@ -380,11 +372,8 @@ class Environments:
         return limit > 0 and games % limit == 0
 
     def _recycle(self, k: int) -> None:
-        try:
-            self._closers[k].close()
-            self.envs[k] = self._make(k)
-        except BaseException as error:
-            raise self._env_error(k, error) from error
+        self._call_env(k, self._closers[k].close)
+        self.envs[k] = self._call_env(k, self._make, k)
         try:
             self._check_equal_spaces()
         except MakeError as error:
@@ -393,17 +382,28 @@ class Environments:
     def _reset(self, k: int, seed: int | None) -> tuple[Any, dict[str, Any]]:
         """Reset environment k, with `seed` if there is one."""
         progress = self._progress[k]
-        self._clock[0] = time.monotonic()
-        try:
-            if seed is None:
-                result = self.envs[k].reset()
-            else:
-                progress.seed, progress.steps = seed, 0
-                result = self.envs[k].reset(seed=seed)
-        except BaseException as error:
-            raise self._env_error(k, error) from error
+        reset = self.envs[k].reset
+        if seed is not None:
+            progress.seed, progress.steps = seed, 0
+            reset = functools.partial(reset, seed=seed)
+        result = self._call_env(k, reset)
         self._writer.check_reset(k, result)
         return result
+
+    def _call_env(self, k: int, call: Callable[..., Any], *args: Any) -> Any:
+        """Call environment k while the clock runs; name it in what it raises."""
+        self._clock[0] = time.monotonic()
+        try:
+            return call(*args)
+        except BaseException as error:
+            if is_ctrl_c(error):
+                raise
+            if isinstance(error, gym.error.DependencyNotInstalled):
+                raise EnvSpecError(f"env {self._where(k)}: {error}") from error
+            raise EnvError(
+                f"{self._where_now(k)} after reset(seed={self._progress[k].seed}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _write_first(self, rows: Nest, k: int, observation: Any) -> None:
         """Write row k with the first observation of a game."""
@@ -461,16 +461,6 @@ class Environments:
 
     def _where_now(self, k: int) -> str:
         return f"env {self._where(k)} step {self._progress[k].steps}"
-
-    def _env_error(self, k: int, error: BaseException) -> EnvError | EnvSpecError:
-        if is_ctrl_c(error):
-            raise error
-        if isinstance(error, gym.error.DependencyNotInstalled):
-            return EnvSpecError(f"env {self._where(k)}: {error}")
-        return EnvError(
-            f"{self._where_now(k)} after reset(seed={self._progress[k].seed}): "
-            f"{type(error).__name__}: {error}"
-        )
 
 
 def _clear(rows: Nest) -> None:
