@@ -56,7 +56,7 @@ import atari_wrappers
 from core import flag_types
 from core.action_spaces import split_mask
 from core.actors import actor_flags, prepare, serial
-from core.actors.processes import ActorProcess, Actors, ActorsClosed
+from core.actors.processes import ActorProcess, Actors
 from core.actors.shared_memory import BatchAssembler, RolloutBuffers, SharedWeights
 from core.algorithm import gpu
 from core.algorithm.action_layers import ActionFeatures, PolicyHead
@@ -455,11 +455,7 @@ def learn_loop(
     stream = gpu.create_stream(learner.device)
     empty = np.empty if stream is None else gpu.empty_page_locked
     assembler = BatchAssembler(buffers, n, empty, num_replayed=replay.num_sampled)
-    while True:
-        try:
-            indices = actors.take(n)
-        except ActorsClosed:
-            return
+    while (indices := actors.take(n)) is not None:
         replayed = replay.sample()
         assembler.fill(indices, replayed)
         actors.give_back(replay.add(indices, replayed))

@@ -58,10 +58,6 @@ class ActorError(Exception):
     """An actor died too often; the message has the actor's own traceback."""
 
 
-class ActorsClosed(Exception):
-    """No more buffers are handed out: the run is ending."""
-
-
 # ------------------------------------------------------------ inside an actor process
 
 
@@ -421,18 +417,14 @@ class Actors:
             wait_s,
         )
 
-    def take(self, n: int) -> list[int]:
-        """Return `n` full buffers, the oldest first. Blocks.
-
-        Raises:
-          ActorsClosed: `stop_handing_out` or `close` was called.
-        """
+    def take(self, n: int) -> list[int] | None:
+        """Return `n` full buffers, the oldest first; None at the end. Blocks."""
         with self._changed:
             self._waiting += 1
             self._changed.wait_for(lambda: self._closed or len(self._full) >= n)
             self._waiting -= 1
             if self._closed:
-                raise ActorsClosed
+                return None
             return [self._full.popleft() for _ in range(n)]
 
     def give_back(self, indices: list[int]) -> None:
@@ -472,7 +464,7 @@ class Actors:
         return [pid for pid in pids if pid is not None]
 
     def stop_handing_out(self) -> None:
-        """Wake the learner threads: `take` raises ActorsClosed from now on."""
+        """Wake the learner threads: `take` returns None from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -108,10 +108,10 @@ class WatchedActors(monobeast.Actors):
         self.num_buffers = len(self._free)
         self._taken: list[int] = []
 
-    def take(self, n: int) -> list[int]:
+    def take(self, n: int) -> list[int] | None:
         indices = super().take(n)
         with self._changed:
-            self._taken += indices
+            self._taken += indices or []
         return indices
 
     def give_back(self, indices: list[int]) -> None:
