@@ -23,7 +23,6 @@ the whole update.
 """
 
 import os
-import signal
 
 # One OpenMP thread per process, unless the user has set another number: there are more
 # processes than cores, and idle OpenMP threads would spin and keep the cores busy.
@@ -31,11 +30,9 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if __name__ == "__main__":
-    # During the imports Ctrl-C ends the program without a traceback. Later StopSignal
-    # handles it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from core.installed import explain_missing_packages
+    from core.imports import end_at_signals, explain_missing_packages
 
+    end_at_signals()  # Until the program handles them itself.
     explain_missing_packages()
 
 import argparse

@@ -25,7 +25,6 @@ polybeast_env.py. The servers tell the learner their observation and action spac
 """
 
 import os
-import signal
 
 # One OpenMP thread per process unless the user sets another number (torch reads this
 # when it is imported). Inference, learner and environments share the cores, and OpenMP
@@ -35,10 +34,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 if __name__ == "__main__":
-    # Ctrl-C during the imports ends the program without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from core.installed import explain_missing_packages
+    from core.imports import end_at_signals, explain_missing_packages
 
+    end_at_signals()  # Until the program handles them itself.
     explain_missing_packages()
 
 import argparse

@@ -29,10 +29,9 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if __name__ == "__main__":
-    # Ctrl-C during the imports ends the program without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from core.installed import explain_missing_packages
+    from core.imports import end_at_signals, explain_missing_packages
 
+    end_at_signals()  # Until the program handles them itself.
     explain_missing_packages()
 
 import argparse

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from core.installed import explain_missing_packages
+from core.imports import explain_missing_packages
 from core.running.machine import num_cores
 
 explain_missing_packages()  # Here once, for each program of this package.

@@ -19,6 +19,6 @@
 The last column says when to use each. `python -m tools.NAME --help` explains a program.
 """
 
-from core.installed import explain_missing_packages
+from core.imports import explain_missing_packages
 
 explain_missing_packages()  # Here once, for each program of this package.

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 if __name__ == "__main__":
-    from core.installed import explain_missing_packages
+    from core.imports import explain_missing_packages
 
     explain_missing_packages()
 

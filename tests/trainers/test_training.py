@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -266,6 +267,22 @@ def test_ctrl_c_while_python_imports_ends_a_program_without_a_word(
     wait_until(lambda: "_multiarray_umath" in maps.read_text())  # NumPy's.
     program.process.send_signal(signal.SIGINT)
     assert (program.wait(), program.text()) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("module", ["monobeast", "polybeast_env"])
+def test_a_signal_while_python_imports_ends_the_first_process_of_a_container(
+    start_program, module
+):
+    shell = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*shell, "true"], capture_output=True).returncode:
+        pytest.skip("needs namespaces of process ids")
+    program = start_program(*shell, sys.executable, "-m", module)
+    wait_until(lambda: psutil.Process(program.pid).children())
+    (first,) = psutil.Process(program.pid).children()
+    maps = Path(f"/proc/{first.pid}/maps")
+    wait_until(lambda: "_multiarray_umath" in maps.read_text())  # NumPy's.
+    first.send_signal(signal.SIGTERM)
+    assert (program.wait(), program.text()) == (128 + signal.SIGTERM, "")
 
 
 @pytest.mark.parametrize("module, sizes", PROGRAMS)

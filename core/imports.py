@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short error message for a Python package that is not installed.
+"""What may happen while a program imports its packages: a signal, a missing package.
 
-Imports nothing but the standard library. A program calls `explain_missing_packages`
-before it imports anything else.
+Imports nothing but the standard library: a program calls this module's functions before
+it imports anything else.
 """
 
+import os
+import signal
 import sys
 from types import TracebackType
 
@@ -15,6 +17,18 @@ PACKAGES = (
     *("ale_py", "cryptography", "cv2", "grpc", "gymnasium", "imageio", "matplotlib"),
     *("minatar", "numpy", "psutil", "rich", "safetensors", "tensorboard", "torch"),
 )
+
+
+def end_at_signals() -> None:
+    """Make Ctrl-C, as SIGTERM, end this program without a traceback.
+
+    The first process of a container ignores signals unless it has a handler.
+    """
+    if os.getpid() == 1:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda signum, _: os._exit(128 + signum))
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def explain_missing_packages() -> None:
