@@ -26,10 +26,11 @@ class BuildExtension(build_ext):
 
     def build_extension(self, extension):
         try:
-            # Without pip's build isolation it may be missing.
-            import pybind11
-            from pybind11.setup_helpers import ParallelCompile
-
+            try:
+                import pybind11
+                from pybind11.setup_helpers import ParallelCompile
+            except ImportError as error:  # Only without pip's build isolation.
+                raise SetupError(f"{error}: pip install pybind11") from error
             extension.extra_compile_args += ask_pkg_config("--cflags")
             extension.extra_link_args += ask_pkg_config("--libs")
             extension.include_dirs.append(pybind11.get_include())
