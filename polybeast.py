@@ -79,7 +79,7 @@ from core.environments import stepping
 from core.errors import Exit, leave
 from core.nests import ArraySpec, Nest, map_nest
 from core.remote import messages, pool, server_flags
-from core.remote.greet import check_same_env, greet, warn_if_insecure
+from core.remote.greet import greet, warn_if_insecure
 from core.remote.local_servers import LocalServers
 from core.remote.server_lists import ServerList
 from core.rollout import NET_INPUTS, Spaces, new_rollouts
@@ -493,7 +493,6 @@ def train(flags: argparse.Namespace) -> Exit:
         if greeted is None or stop.received is not None:
             return Exit.STOPPED  # There is nothing to save yet.
         flags, welcome = greeted
-        check_same_env(welcome)
         return train_with(flags, servers, welcome, stop)
 
 

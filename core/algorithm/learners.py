@@ -216,25 +216,6 @@ class Learners:
             dist.all_gather_object(values, value)
         return values
 
-    def wait_for_all(self, key: str, is_to_stop: Callable[[], bool]) -> bool:
-        """Wait until all learners have called this with `key`.
-
-        Unlike `collect`, it notices signals. Returns False if `is_to_stop()` said so.
-
-        Raises:
-          LearnerLost: a learner does not come within the limit of an update, or
-            `is_to_stop` has noticed that another learner has ended.
-        """
-        self._tell(f"{key}/{self.rank}", "")
-        with self._waiting():
-            while any(self._read(f"{key}/{r}") is None for r in range(self.size)):
-                if is_to_stop():
-                    return False
-                if self._limit_s is not None and self.waited_s() > self._limit_s:
-                    raise RuntimeError("no answer")  # `_waiting` names the learner.
-                time.sleep(0.1)
-        return True
-
     def share_weights(self, net: nn.Module) -> None:
         """Give all learners the weights of learner 0.
 

@@ -6,6 +6,7 @@ For the learner only: imports libtorchbeast.
 
 import argparse
 import collections
+import concurrent.futures
 import logging
 import re
 import time
@@ -25,6 +26,7 @@ from core.remote.server_lists import ServerList
 from core.rollout import new_rollouts, row_spec, spec_of, text_of
 from core.running import common_flags, folder
 from core.running.signals import StopSignal
+from core.running.supervise import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +53,9 @@ def greet(
 
     Raises:
       LearnerLost: another learner has ended.
-      ConfigError: the servers have an error or do not fit this learner, a certificate
-        is wrong, or a name could not be resolved for --stall_timeout_s.
+      ConfigError: the servers have an error, do not fit this learner or differ from
+        another learner's; a certificate is wrong; or a name could not be resolved for
+        --stall_timeout_s.
       TimeoutError: local servers did not answer within --stall_timeout_s.
     """
     began = say_at = time.monotonic()
@@ -81,7 +84,6 @@ def greet(
             address = addresses[attempt % len(addresses)]
             try:
                 greeted = asker.ask(address)
-                return greeted if _wait_for_others(stop) else None
             except ConnectionError as error:
                 why = str(error)
                 refused.pop(address, None)
@@ -92,6 +94,8 @@ def greet(
                 if refused.get(address) != why:
                     log.warning("Refused until it fits the run: %s", why)
                 refused[address] = why
+            else:
+                return greeted if _check_with_others(greeted[1], stop) else None
         else:
             assert isinstance(servers, ServerList)
             why = servers.problem()
@@ -183,13 +187,20 @@ def _is_to_stop(stop: StopSignal) -> bool:
     return others.wants_stop
 
 
-def _wait_for_others(stop: StopSignal) -> bool:
-    """Wait until all learners have a server; return False after a signal to stop."""
+def _check_with_others(welcome: messages.Welcome, stop: StopSignal) -> bool:
+    """Call `check_same_env` when all learners have a server; False after a signal."""
     if (others := learners.current()) is None:
         return True
     if others.rank == 0:
         log.info("Waiting until each learner has a server")
-    return others.wait_for_all("greeted", lambda: _is_to_stop(stop))
+    # In a thread: a signal must not wait for the others.
+    check = start_thread("greet", check_same_env, welcome)
+    while not check.done():
+        if _is_to_stop(stop):
+            return False
+        concurrent.futures.wait([check], timeout=ASK_AGAIN_S)
+    check.result()
+    return True
 
 
 def check_same_env(welcome: messages.Welcome) -> None:

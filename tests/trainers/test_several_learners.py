@@ -340,6 +340,19 @@ def test_a_signal_ends_both_while_only_learner_0_has_a_server(start, serve, stop
     assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
 
 
+def test_a_learner_that_is_killed_before_it_has_a_server_ends_the_other(start, serve):
+    pytest.importorskip("polybeast", reason="needs the extension")
+    server = serve(Catch, num_envs=2)
+    flags = [*FLAGS, "--server_addresses", f"{server.address},{server.address}-away"]
+    programs = start_learners(start, *flags, module="polybeast")
+    programs[0].wait_for_text("Waiting until each learner has a server")
+    programs[1].wait_for_text("Waiting for an environment server")
+    os.kill(programs[1].pid, signal.SIGKILL)
+    assert programs[0].wait() == 70, programs[0].text()
+    said = f"LearnerLost: learner 1 of 2 (process {programs[1].pid}) was killed"
+    assert programs[0].text().splitlines()[-1] == f"learner 0: {said}"
+
+
 def test_a_signal_to_one_learner_ends_all_that_wait_for_servers(start, tmp_path):
     pytest.importorskip("polybeast", reason="needs the extension")
     flags = [*FLAGS, "--server_addresses", f"unix:{tmp_path}/s.0-1"]
