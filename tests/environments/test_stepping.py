@@ -547,6 +547,15 @@ def test_an_environment_that_cannot_be_made_anew_is_an_error_and_all_are_closed(
     assert leaky.open == 1
 
 
+def test_a_close_that_fails_between_two_games_names_its_environment():
+    class Env(CountingEnv):
+        def close(self):
+            raise OSError("the simulator does not answer")
+
+    with pytest.raises(EnvError, match=r"env 0 \(Env\) step \d+ .*OSError: the sim"):
+        collect(Env, num_steps=97, num_envs=2, recycle_games=1)
+
+
 def test_a_new_environment_with_other_spaces_is_permanent():
     made = itertools.chain([CountingEnv()], itertools.repeat(CountingEnv(NESTED)))
     with pytest.raises(EnvSpecError, match=r"expected observation_space Box.*got Dict"):
