@@ -32,7 +32,8 @@ class StatusLine:
     def __init__(self, total_steps: int, num_learners: int = 1):
         self._total_steps = total_steps
         self._num_learners = num_learners
-        self._sps: float | None = None  # Smoothed, for the ETA.
+        self._sps = 0.0  # Smoothed, for the ETA.
+        self._num_rows = 0
         self._parts: list[tuple[int, str]] = []
         self._shown = True  # Whether `_parts` has been shown.
         self._shown_at = -math.inf
@@ -56,8 +57,10 @@ class StatusLine:
     def update(self, row: Mapping[str, Any], bottleneck: str | None = None) -> None:
         """Take the new values in a row of the log; show them if it is time."""
         step, sps, learners = row["step"], row["sps"], self._num_learners
-        # The first row, at the start, has no rate yet.
-        self._sps = 0.8 * self._sps + 0.2 * sps if self._sps else sps
+        self._num_rows += 1
+        # The first row has no rate yet; in that of the second the actors start.
+        is_early = self._num_rows <= 3 or not self._sps
+        self._sps = sps if is_early else 0.8 * self._sps + 0.2 * sps
         lag = row.get("policy_lag_mean")
         # If the line is too long, the parts with the highest numbers are left out.
         self._parts = [

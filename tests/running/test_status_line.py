@@ -47,6 +47,16 @@ def row(step, sps=1.0, mean_return=None, lag=None):
     }
 
 
+def test_the_start_of_the_actors_does_not_count_for_the_eta(caplog, clock):
+    caplog.set_level(logging.INFO)
+    with status_line.StatusLine(10_000) as status:
+        for step, sps in ((0, 0.0), (10, 10.0), (1010, 1000.0), (2000, 990.0)):
+            clock.now += 10
+            status.update(row(step, sps))
+    etas = [m.rpartition("  ETA ")[2] for m in messages(caplog)]
+    assert etas == ["-", "16m39s", "9s", "8s"]
+
+
 def test_plain_lines_come_at_once_and_then_every_ten_seconds(caplog, clock):
     caplog.set_level(logging.INFO)
     with status_line.StatusLine(1000) as status:

@@ -328,25 +328,31 @@ def test_only_learner_0_has_the_runs_folder(start, start_program, servers, tmp_p
     assert newest(tmp_path).step == STEPS
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_signal_ends_both_while_only_learner_0_has_a_server(start, serve, stopped):
+@pytest.fixture
+def only_learner_0_has_a_server(start, serve):
+    """Return the programs of two learners that wait."""
     pytest.importorskip("polybeast", reason="needs the extension")
     server = serve(Catch, num_envs=2)
     flags = [*FLAGS, "--server_addresses", f"{server.address},{server.address}-away"]
     programs = start_learners(start, *flags, module="polybeast")
     programs[0].wait_for_text("Waiting until each learner has a server")
     programs[1].wait_for_text("Waiting for an environment server")
+    return programs
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_signal_ends_both_while_only_learner_0_has_a_server(
+    only_learner_0_has_a_server, stopped
+):
+    programs = only_learner_0_has_a_server
     os.kill(programs[stopped].pid, signal.SIGTERM)
     assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
 
 
-def test_a_learner_that_is_killed_before_it_has_a_server_ends_the_other(start, serve):
-    pytest.importorskip("polybeast", reason="needs the extension")
-    server = serve(Catch, num_envs=2)
-    flags = [*FLAGS, "--server_addresses", f"{server.address},{server.address}-away"]
-    programs = start_learners(start, *flags, module="polybeast")
-    programs[0].wait_for_text("Waiting until each learner has a server")
-    programs[1].wait_for_text("Waiting for an environment server")
+def test_a_learner_that_is_killed_before_it_has_a_server_ends_the_other(
+    only_learner_0_has_a_server,
+):
+    programs = only_learner_0_has_a_server
     os.kill(programs[1].pid, signal.SIGKILL)
     assert programs[0].wait() == 70, programs[0].text()
     said = f"LearnerLost: learner 1 of 2 (process {programs[1].pid}) was killed"
