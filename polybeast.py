@@ -435,6 +435,10 @@ def choose_actions(
 
     Samples on the CPU: on a GPU a NaN in the logits would make all later CUDA calls of
     this process fail, and the last checkpoint could not be written.
+
+    Args:
+      outputs: Net's outputs for N rows, [1, N, ...].
+      rows: Net's inputs, which the error names if no action can be drawn.
     """
     outputs |= distribution.draw(outputs["policy_logits"], inputs=rows)
     outputs["policy_version"] = torch.full(outputs["baseline"].shape, version)
