@@ -123,7 +123,8 @@ class BatchCounts:
         for key in self._flags.info_keys:
             values = info[key][np.isfinite(info[key])]
             if values.size:
-                self.averages.add(**{f"info_{key}": values.mean()})
+                total = float(values.sum(dtype=np.float64))
+                self.averages.merge({f"info_{key}": (total, values.size)}, {})
                 if key in self._missing:
                     self._missing.remove(key)
         self._games += np.count_nonzero(ended)

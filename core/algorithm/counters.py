@@ -68,7 +68,7 @@ class Averages:
         sums: Mapping[Any, tuple[float, int]],
         maxima: Mapping[str, float | None],
     ) -> None:
-        """Add the values of another learner."""
+        """Add sums with their counts, and maxima: of another learner, or of a batch."""
         with self._lock:
             for name, (total, count) in sums.items():
                 before = self._sums.get(name, (0.0, 0))

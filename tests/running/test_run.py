@@ -481,6 +481,16 @@ def test_an_info_key_that_no_game_has_is_warned_of_once(tmp_path, caplog):
     assert "--info_keys has spede, but no step of the first 100 games" in caplog.text
 
 
+def test_an_info_key_is_the_mean_over_its_values_of_all_batches(tmp_path):
+    a_run = make_run(tmp_path, "--info_keys", "won")
+    for values in ([0.0], [1.0, np.inf, 1.0, 1.0], []):
+        rows = random_rows()
+        won = rows["info"]["won"] = rows["reward"] * np.nan
+        won[1 : 1 + len(values), 2] = torch.tensor(values)
+        a_run.learner.update(rows, ())
+    assert a_run.learner.counts.averages.pop()["info_won"] == 0.75
+
+
 def test_the_end_of_a_run_sums_up_the_updates_that_were_skipped(tmp_path, caplog):
     caplog.set_level("INFO")
     for spoiled, said in (0, ["1 updates skipped"]), (None, []):
