@@ -50,7 +50,8 @@ class BatchCounts:
 
         A rollout is left out if the weights that chose its first action are more than
         --max_policy_lag updates old. This holds for replayed rollouts, too. (If no
-        rollout of a batch is left, there is no update, so the lag cannot grow.)
+        rollout of a batch is left, there is no update, so the lag cannot grow.) Games
+        that end in a rollout that is left out are counted all the same.
 
         Args:
           parts: the batch as numpy arrays, the same rows on the learner's device, and
@@ -58,17 +59,19 @@ class BatchCounts:
           updates: the version of the weights.
         """
         batch = parts[0]
-        num_rollouts = batch["done"].shape[1]
         if self._flags.max_policy_lag is None:
             return parts
         lag = updates - batch["policy_version"][1:].min(axis=0)  # [B]
-        fresh = np.flatnonzero(lag <= self._flags.max_policy_lag)
-        if fresh.size == num_rollouts:
+        is_stale = lag > self._flags.max_policy_lag
+        if not is_stale.any():
             return parts
-        num_new = replay.split(batch)[0]["done"].shape[1]
-        num_stale = num_new - np.count_nonzero(fresh < num_new)
-        self.stale += num_stale
-        self.rows["stale"] += num_stale * (len(batch["done"]) - 1)
+        new, _ = replay.split(batch)
+        num_new = new["done"].shape[1]
+        stale = map_nest(lambda x: x[:, is_stale[:num_new]], new)
+        self.stale += stale["done"].shape[1]
+        self.rows["stale"] += stale["done"][1:].size
+        self._add_games(stale)
+        fresh = np.flatnonzero(~is_stale)
         batch, rows, state = (map_nest(lambda x: x[:, fresh], part) for part in parts)
         return batch, rows, state
 
@@ -100,13 +103,8 @@ class BatchCounts:
         if replayed is not None:
             lag = updates - replayed["policy_version"][1:]
             self.averages.add({replay.LAG: lag.mean()})
-        rows = map_nest(lambda x: x[1:], new)  # Row 0 was the last row of a rollout.
-        self.episodes.add_episodes(rows["episode_return"][rows["done"]])
-        info = rows["info"]
-        # NaN: no game has ended. A server in another language may send anything.
-        ended = np.isfinite(info["game_return"]) & np.isfinite(info["game_step"])
-        self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
-        lag = updates - rows["policy_version"]
+        self._add_games(new)
+        lag = updates - new["policy_version"][1:]
         self.averages.add_max(policy_lag_max=lag.max())
         self.averages.add(policy_lag_mean=lag.mean())
         target_mean, target_var = losses.target_moments(sums, all_steps)
@@ -120,6 +118,17 @@ class BatchCounts:
                 return_mean=target_mean,
                 return_std=target_var**0.5,
             )
+        self.rows["learned" if is_learned else "unused"] += new["done"][1:].size
+        return num_steps
+
+    def _add_games(self, new: Nest) -> None:
+        """Count the episodes and games that end in new rollouts, and --info_keys."""
+        rows = map_nest(lambda x: x[1:], new)  # Row 0 was the last row of a rollout.
+        self.episodes.add_episodes(rows["episode_return"][rows["done"]])
+        info = rows["info"]
+        # NaN: no game has ended. A server in another language may send anything.
+        ended = np.isfinite(info["game_return"]) & np.isfinite(info["game_step"])
+        self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
         for key in self._flags.info_keys:
             values = info[key][np.isfinite(info[key])]
             if values.size:
@@ -137,8 +146,6 @@ class BatchCounts:
                 self._games,
             )
             self._missing = []  # One warning is enough.
-        self.rows["learned" if is_learned else "unused"] += rows["done"].size
-        return num_steps
 
     def take_report(self, learners: Learners, busy: BusyTime) -> dict[str, Any] | None:
         """Return the counts since the last report, for learner 0; its own is None."""

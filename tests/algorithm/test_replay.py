@@ -300,6 +300,27 @@ def test_no_replayed_rollout_is_older_than_a_new_one_may_be(max_lag, versions, c
     assert "replay_rho" not in row
 
 
+@pytest.mark.parametrize("versions", [(0, 0, 0), (0, 3, 3)])
+def test_games_in_rollouts_that_are_too_old_are_counted_once(versions):
+    learner, rollouts = make_learner("--max_policy_lag", "2")
+    new, old = rollouts(NEW, versions), rollouts(REPLAYED, 0)
+    for batch in (new, old):
+        batch["info"]["half"][...] = np.nan
+        batch["done"][...] = batch["truncated"][...] = False
+    for column, game_return in enumerate([7.0, 8.0]):
+        new["info"]["game_return"][2, column] = game_return
+        new["info"]["half"][2, column] = game_return / 2
+        new["done"][2, column] = True
+        new["episode_return"][2, column] = game_return
+    old["info"]["game_return"][2, 0] = 100.0
+    learner.updates = 3
+    learner.update(join(new, old), ())
+    counts = learner.counts.episodes.state()
+    assert counts["games"] == 2
+    assert sorted(counts["returns"]) == sorted(counts["life_returns"]) == [7.0, 8.0]
+    assert learner.counts.averages.pop()["info_half"] == 3.75
+
+
 @pytest.mark.skipif(
     "--normalize_observations" not in obeyed(monobeast), reason="a fork's Net"
 )
