@@ -92,7 +92,7 @@ class ImageTorso(nn.Module):
         # Before the conversion to float, since bytes are copied faster.
         x = x.contiguous(memory_format=torch.channels_last)
         if self.offset:
-            x = x.float() - self.offset
+            x = (x.double() - self.offset).float()  # float32 rounds large integers.
         return self.convs(x.float() if self.scale == 1 else x / self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -235,7 +235,7 @@ class MLPTorso(nn.Module):
         x = torch.cat(list(flat_features(self.space, observation)), 1)
         if self.is_scaled:
             x = (x - self.offset) * self.scale.reciprocal()
-        return self.layers(x)
+        return self.layers(x.float())
 
 
 class TanhTorso(MLPTorso):
@@ -252,7 +252,10 @@ class TanhTorso(MLPTorso):
 
 
 def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
-    """Yield one float tensor [N, features] for each leaf of a batch of observations."""
+    """Yield one float tensor [N, features] for each leaf of a batch of observations.
+
+    It is float64 for integers of 32 or 64 bits, most of which float32 cannot hold.
+    """
     match space:
         case gym.spaces.Dict():
             for key, sub in space.spaces.items():
@@ -267,7 +270,8 @@ def flat_features(space: gym.Space, x: Nest) -> Iterator[torch.Tensor]:
             for i, (start, n) in enumerate(ranges):
                 yield F.one_hot(x.view(len(x), -1)[:, i] - int(start), int(n)).float()
         case _:
-            yield x.reshape(len(x), -1).float()
+            is_wide = not x.is_floating_point() and x.element_size() >= 4
+            yield x.reshape(len(x), -1).to(torch.float64 if is_wide else torch.float32)
 
 
 TORSOS = {

@@ -268,6 +268,7 @@ RANGES = {  # low, high, dtype, and what the network should see of a value x.
     "64 bits": (-(2**63), 2**63 - 1, np.int64, lambda x: x),
     "counters": (0, 2**62, np.int64, lambda x: x),
     "constant": (7, 7, np.uint8, lambda x: x),
+    "seconds": (17 * 10**8, 17 * 10**8 + 99, np.int64, lambda x: (x - 17 * 10**8) / 99),
     "floats": (0.0, 255.0, np.float32, lambda x: x),
 }
 
@@ -280,7 +281,7 @@ def test_integers_are_scaled_by_the_range_of_their_space(model, name):
     space = spaces.Box(low, high, shape, dtype)
     real = spaces.Box(-np.inf, np.inf, shape, np.float32)
     x = make_rows(space, spaces.Discrete(A))["observation"].flatten(0, 1)
-    expected = torso_features(model, real, seen(x.float()))
+    expected = torso_features(model, real, seen(x.double()).float())
     scale = expected.abs().max().item()
     torch.testing.assert_close(
         torso_features(model, space, x), expected, atol=1e-6 * scale, rtol=1e-5
