@@ -45,10 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--short",
         action="store_true",
-        help="the same in minutes, for a machine that does other things too",
+        help="fewer faults, in minutes; time limits are not checked, so other programs "
+        "may run",
     )
     parser.add_argument(
-        "--out", type=Path, help="folder: also write each line to FIGURE.json there"
+        "--out",
+        type=Path,
+        help="a folder: each line is also written to FIGURE.json in it",
     )
     commands = parser.add_subparsers(dest="figure", metavar="FIGURE")
     for name in FIGURES:

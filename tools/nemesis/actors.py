@@ -3,10 +3,11 @@
 
     python -m monobeast --env tests.counting_env:make_truncating ...
 
-runs in this process, so that every batch can be looked at before it is learned. Each
-observation of the counting environment says where it belongs: arithmetic tells a torn
-rollout from a whole one, and one that is learned twice. At the end every buffer must be
-accounted for: learned, waiting to be, held by an actor, or free.
+The trainer runs in this process, which looks at every batch before it is learned from.
+Each observation of the counting environment contains its own position. So arithmetic
+shows whether a rollout is torn, and whether it was learned from twice. At the end every
+buffer must be accounted for: learned, waiting for the learner, held by an actor, or
+free.
 """
 
 import argparse

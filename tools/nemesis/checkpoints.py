@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints under SIGKILL in the middle of a save, damage, and full disks.
+"""Damage checkpoints: kills in the middle of a save, changed bytes, full disks.
 
 Kills: a process saves without end, each step twice, so that half of the saves replace a
-good checkpoint; it is killed after a random part of a save. Then there must be a good
-one, not older than the last that was completed, with every number as it was saved, none
-that looks damaged, and nothing else.
+good checkpoint. It is killed (SIGKILL) after a random part of a save. Afterwards there
+must be a good checkpoint that is at least as new as the last completed save, with every
+number as it was saved; no checkpoint may look damaged, and no other file may be left.
 
-Mutations: of the newest checkpoint. Each must be noticed, and the newest of
-the good ones used.
+Mutations: the newest checkpoint is changed. Each change must be noticed, and the
+newest good checkpoint must be used.
 
-Full disks: files of a training run may suddenly be no larger than some random size. It
-must go on, keep its checkpoints, and save again once there is room.
+Full disks: from a random moment on, the files of a training run cannot grow beyond a
+random size. The run must continue, keep its checkpoints, and save again when there is
+room.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock on the wall set by a day, forward and backward: does a run notice?
+"""Set the system clock by a day, forward and backward, while both programs train.
 
-Both programs train Catch on all cores. All their processes see a wall clock that jumps
-(wall_clock.c, compiled on the spot, shifts what they read of it and what waits for it;
-the machine's own clock stays). The dates of the log lines show the jumps. Log lines and
-checkpoints must come at their intervals, no server or actor may be lost, and in the end
-the ledger must add up.
+Both programs train Catch on all cores. All their processes see a wall clock that jumps:
+wall_clock.c, which is compiled for this, shifts the time that they read and the times
+until which they wait. The clock of the machine stays as it is. The dates of the log
+lines show the jumps. Log lines and checkpoints must come at their intervals, no server
+or actor may be lost, and the sum of rows at the end must be correct.
 """
 
 import argparse
@@ -34,7 +34,7 @@ WRONG = r"no progress|hangs|died|Not normal since the start|[Ll]ost .*stream"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--jumps", type=int, default=10, help="in each program, every other one back"
+        "--jumps", type=int, default=10, help="in each program, half of them backward"
     )
 
 

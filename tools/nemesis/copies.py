@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of a run's folder that is trained beside the original, on the same servers.
+"""Train a copy of a run's folder beside the original, on the same servers.
 
 Both have the same name, seed and meta.json. If the servers took the two learners for
-one run, each learner would take the servers' places from the other for ever. Instead
-the copy is another run: it waits while the original trains, and trains afterwards.
+one run, the learners would take the servers' places from each other for ever. Instead
+the copy counts as another run: it waits while the original trains, and trains later.
 """
 
 import argparse

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments that hang, half of them in C with the GIL held: are all found?
+"""Let environments hang, half of them in C with the GIL held.
 
-Environments hang in turn on command, and say when. `found_s` is the time from there to
-the warning of `polybeast_env`, which then must show the stack of just that function,
-kill the server and start it again. Every rollout is checked by arithmetic meanwhile.
+Environments hang one after another on command, and report when. `found_s` is the time
+from there to the warning of `polybeast_env`, which must show the stack of the function
+that hangs, kill the server and start it again. Meanwhile every rollout is checked by
+arithmetic.
 """
 
 import argparse

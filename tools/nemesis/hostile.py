@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile messages against a server and a learner, then random ones.
+"""Send hostile messages to a server and to a learner, then random ones.
 
-The corpus of tests/hostile.py is played in both directions, each time beside an honest
-peer. A learner is sent --messages: damaged rows on many streams at once, an honest
-server among them. Then everything that reads what strangers send is fuzzed: the C++
-under AddressSanitizer and UBSan, and the Python (tools/fuzz.py), a minute each in turn
-until there are --executions; or once, for --seconds in all.
+The messages in tests/hostile.py are sent in both directions, each time while an honest
+peer is connected too. A learner gets --messages damaged rows on many streams at the
+same time; one of its servers is honest. Then all code that reads data from strangers is
+fuzzed: the C++ code under AddressSanitizer and UBSan, and the Python code
+(tools/fuzz.py). Each target runs for a minute, in turn, until there are --executions;
+or each runs once, for --seconds in all.
 
-Deaths, sanitizer reports, wrong answers: none of any.
+No process may die, no sanitizer may report, and no answer may be wrong.
 """
 
 import argparse
@@ -48,13 +49,13 @@ TARGETS: dict[str, Callable[[float, int], list[str]]] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--messages", type=int, default=10_000, help="damaged ones to a learner"
+        "--messages", type=int, default=10_000, help="damaged rows to a learner"
     )
     parser.add_argument(
         "--executions", type=int, default=10**6, help="of all fuzzers together"
     )
     parser.add_argument(
-        "--seconds", type=float, help="fuzz for so long in all, whatever it makes"
+        "--seconds", type=float, help="fuzz for this time in all; ignores --executions"
     )
 
 

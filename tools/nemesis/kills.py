@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Env servers killed (SIGKILL) all the time: is every rollout whole, and there once?
+"""Kill environment servers (SIGKILL) again and again, and check every rollout.
 
 Servers are killed at random moments, each again after it is back. Every rollout that
-reaches the learner is checked by arithmetic, and the actor pool's counts must add up.
-`back_s` is the time from a kill to the first step of the server that took the place.
+reaches the learner is checked by arithmetic: it must be whole and come once. The actor
+pool's counts must add up. `back_s` is the time from a kill to the first step of the
+server that replaced the killed one.
 """
 
 import argparse

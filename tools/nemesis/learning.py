@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learn under fire: PolyBeast on Catch and MinAtar Breakout, with and without faults.
+"""Train PolyBeast on Catch and MinAtar Breakout with faults and without.
 
-Each step of each environment ends the server's process with probability P_CRASH, or
-stalls it with P_STALL for longer than --env_step_timeout_s, so that it is killed
-(tools/nemesis/faulty.py); and every KILL_EVERY_S a server is killed from outside. Goal:
-the median number of steps until the mean return of the last 100 games has come to the
-threshold is at most GOAL times that of the same seeds without faults.
+At each step of each environment, the server's process ends with probability P_CRASH, or
+hangs with P_STALL for longer than --env_step_timeout_s, so that it is killed
+(tools/nemesis/faulty.py). Besides, every KILL_EVERY_S a server is killed from outside.
+The goal: the median number of steps until the mean return of the last 100 games reaches
+the threshold is at most GOAL times the median of the same seeds without faults.
 """
 
 import argparse
@@ -62,7 +62,10 @@ TASKS = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=7)
     parser.add_argument(
-        "--goal", type=float, default=GOAL, help="times the steps; single seeds differ"
+        "--goal",
+        type=float,
+        default=GOAL,
+        help="largest ratio of steps with and without faults; one seed proves little",
     )
     parser.add_argument(
         "--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK"

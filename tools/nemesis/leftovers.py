@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """End both trainers in every way, at random moments, and look for what is left.
 
-The ways: SIGINT, SIGTERM, SIGKILL, an environment that raises, a learner that raises,
-and SIGKILL while an environment hangs in C code with the GIL held. LIMIT_S after the
-end there may be no process, wherever it hangs in the tree; nothing in the temporary
-folder or in /dev/shm; no temporary file in the run's folder, except what a SIGKILL
-leaves of the file being written, which the next start removes.
+The ways are SIGINT, SIGTERM, SIGKILL, an environment that raises, a learner that
+raises, and SIGKILL while an environment hangs in C code with the GIL held. LIMIT_S
+after the end there may be no process of the run, wherever it is in the process tree; no
+file in the temporary folder or in /dev/shm; and no temporary file in the run's folder.
+Exception: a SIGKILL may leave the file that was being written, which the next start
+removes.
 """
 
 import argparse

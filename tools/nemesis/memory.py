@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments that take all memory of a container: who is killed for it?
+"""Let an environment take all memory of a container.
 
-Both programs train Catch in a memory cgroup of their own (this needs root), until an
-environment takes what is left: little, so that the learner has most of the memory. The
-kernel must kill that server or actor, not the learner, and the run must go on with
-another one.
+Each program trains Catch in a memory cgroup (this needs root) until an environment
+takes the memory that is left. That is little, so the learner has most of the memory.
+The kernel must still kill the server or actor, not the learner, and the run must go on
+with another one.
 """
 
 import argparse
@@ -30,7 +30,9 @@ SIZES = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=20, help="of each program")
-    parser.add_argument("--seed", type=int, default=0, help="of whose turn it is")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the choice of processes"
+    )
 
 
 def measure(flags: argparse.Namespace) -> Result:

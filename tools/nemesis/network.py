@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers cut off, frozen and reset: how soon is it noticed, and all well again?
+"""Cut off, freeze and reset connections, and measure detection and recovery.
 
-Servers and learner speak TLS through proxies, with `--keepalive_s 1` on both sides.
-A blackhole is a proxy that stops forwarding while all sockets stay open, a freeze a
-SIGSTOP of the server's process, a reset an RST to both ends, a flip one bit of what is
-forwarded, a half-close a FIN to one end while the other's way stays open. `noticed_s`
-counts from the beginning of a fault, `back_s` from its end to the next step of that
-server. Every rollout is checked by arithmetic meanwhile.
+Servers and learner use TLS through proxies, with `--keepalive_s 1` on both sides. The
+faults:
 
-Then the same without TLS, and only flips: it is counted how many were noticed, and how
-many rollouts were learned with rows that no environment has sent. There is no goal:
-nothing but TLS tells a flipped bit of an observation from another observation.
+    blackhole    a proxy stops forwarding; all sockets stay open
+    freeze       SIGSTOP to the server's process
+    reset        RST to both ends
+    flip         one bit of the forwarded bytes changes
+    half-close   FIN to one end; the other direction stays open
+
+`noticed_s` is the time from the beginning of a fault until it is noticed, `back_s` the
+time from its end to the next step of that server. Meanwhile every rollout is checked by
+arithmetic.
+
+Then the same without TLS, with flips only. This counts how many flips were noticed, and
+from how many rollouts with wrong rows the learner learned. There is no goal: without
+TLS nothing can tell a flipped bit of an observation from another observation.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the figures break: real environment servers, and a learner that checks.
+"""Real environment servers, and a learner that checks: the figures break these.
 
-The servers are the program `python -m polybeast_env`, the actor pool, queue and batcher
-are PolyBeast's. In the place of PolyBeast's learner stands one that learns nothing and
-checks all it gets: the environment counts (tests/counting_env.py), so every row says
-which life of which stream it belongs to, and which row of that life it is.
+The servers are the program `python -m polybeast_env`. The actor pool, the queue and the
+batcher are PolyBeast's. The learner does not learn; it checks every rollout. The
+environments count (tests/counting_env.py), so every row says to which life of which
+stream it belongs, and which row of that life it is.
 """
 
 import collections

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a killed env server costs: steps per second with and without, in one run.
+"""Measure what a killed server costs: steps per second with kills and without.
 
-PolyBeast trains on Catch with servers of its own. Quiet phases and phases with a kill
-every 5 s take turns; a pair is one of each, and what comes first takes turns too. The
-price is the median over the pairs.
+PolyBeast trains on Catch with its own servers. Phases without kills and phases with a
+kill every 5 s take turns in one run. A pair is one phase of each kind; which of the two
+comes first alternates. The price is the median over the pairs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--most",
         type=float,
         default=0.05,
-        help="the goal; two pairs on a busy machine show no such small price",
+        help="largest price that passes; a few pairs on a busy machine are too noisy",
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers started as a user starts them, and whatever they leave behind."""
+"""Trainers that are started as a user starts them, and the files they leave behind."""
 
 import contextlib
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bad network: TCP proxies that can stop forwarding, or reset what is connected."""
+"""A bad network: TCP proxies that can stop forwarding, or reset connections."""
 
 import asyncio
 import contextlib

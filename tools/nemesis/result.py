@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a figure found, as one line of JSON."""
+"""The result of a figure, as one line of JSON."""
 
 import dataclasses
 import importlib.metadata

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill a run in lock step again and again: it must end equal to one never killed.
+"""Kill a serial run again and again: it must end like a run that is never killed.
 
     python -m monobeast --serial --seed 5 ...
 
-Killed with SIGKILL at random moments while it starts, saves or trains, and started
-again each time. In the end the last checkpoint must be bit-equal to the unbroken run's
-(weights, optimizer, step, random generators, environments), and logs.csv must have
-every step once, in order.
+The run is killed (SIGKILL) at random moments while it starts, saves or trains, and
+started again each time. At the end its last checkpoint must be equal to that of the
+uninterrupted run to the last bit (weights, optimizer, step, random generators,
+environments), and logs.csv must have every step once, in order.
 """
 
 import argparse

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM at random moments of both trainers: how soon there is a checkpoint and peace.
+"""Send SIGTERM to both trainers at random moments: time until checkpoint and end.
 
 Each program trains one run, again and again, and is stopped while it starts, connects,
-saves or trains. It must end with status 75 within LIMIT_S (99 of 100), and its last
-checkpoint must be of the step that it reports, never of an earlier one than before.
+saves or trains. It must end with status 75 within LIMIT_S (99 of 100 times). Its last
+checkpoint must be of the step that it reports, and never older than the one before.
 
-There are some seconds, while Python imports torch, in which a program has no handler
-yet. SIGTERM then ends it as it ends any program. Nothing has been learned and nothing
-is left; these ends are counted, but not among those asked for. So are, but these count,
-those before PolyBeast knows its environment: they need no checkpoint.
+While Python imports torch, which takes seconds, a program has no signal handler yet, so
+SIGTERM ends it at once. It has learned nothing and leaves nothing behind. These ends
+are reported, but not counted. Ends before PolyBeast knows its environment are counted,
+but need no checkpoint.
 """
 
 import argparse

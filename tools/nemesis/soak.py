@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both trainers for an hour, with kills: does any process grow?
+"""Train with both programs for an hour, with kills, and look for growth.
 
-PolyBeast and MonoBeast train on Catch side by side. Once a minute each has an env
-server or an actor killed, but never its first one: that one's process is there all the
-time. Memory (anonymous, in RAM or swapped) and file descriptors of every process are
-sampled; the slope is that of a straight line through all samples after the warm-up,
-`+-` its standard error. A process that was killed is followed by the one in its place,
-from an age of `SETTLE_S` on.
+PolyBeast and MonoBeast train on Catch side by side. Once a minute an environment server
+or an actor of each program is killed, but never the first one, whose process thus lives
+for the whole hour. Memory (anonymous, in RAM or swapped) and file descriptors of every
+process are sampled. The slope is that of a straight line through all samples after the
+warm-up, and `+-` is its standard error. The process that replaces a killed one is
+sampled as the same process, from an age of `SETTLE_S` on.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--mb_per_hour",
         type=float,
         default=MB_PER_HOUR,
-        help="the most that a process may grow; minutes show no such small slope",
+        help="largest growth that passes; in a few minutes the slope is too noisy",
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A full /dev/shm, and a disk on which no more files can be made.
+"""Train with a full /dev/shm, and on a disk without free inodes.
 
-Both programs train Catch while /dev/shm is full, in a mount namespace of their own, on
-a small disk (this needs root). Again and again the disk has no inodes left: the run
-must go on, keep its checkpoints, and save again once there are some.
+Both programs train Catch on a small disk while /dev/shm is full, in a mount namespace
+of their own (this needs root). Again and again the disk has no inodes left. The run
+must go on, keep its checkpoints, and save again when there are inodes.
 """
 
 import argparse
