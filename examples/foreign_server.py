@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment server written by somebody else: nothing but gRPC and proto/.
+"""An environment server that uses nothing but gRPC and proto/, as a model.
 
     pip install grpcio grpcio-tools
     python examples/foreign_server.py 127.0.0.1:4431
 
-Copy it into the language of your simulator. Its game: a bit is shown, and naming it is
-worth 1. Ten steps make an episode, so a perfect policy has mean return 10.
+Translate it into the language of your simulator. In its game the agent sees a bit and
+gets a reward of 1 for naming it. An episode has ten steps, so a perfect policy has a
+mean return of 10.
 """
 
 import random

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates for environment servers on other machines, and for their learner.
+"""Make certificates for environment servers on other machines and for their learner.
 
     python -m tools.certs --hosts host1,host2,10.0.0.7 --out certs
 
-makes a certificate authority (CA) that nobody but you trusts, and a folder for each
-machine, to be given to `--tls_dir`:
+makes a private certificate authority (CA), and a folder for each machine, which is the
+value of `--tls_dir` there:
 
     certs/ca        ca.pem, ca-key.pem       stays here: its key makes certificates
     certs/host1     ca.pem, cert.pem, key.pem    for host1; and so on
     certs/learner   ca.pem, cert.pem, key.pem    for the learner
 
-Another call with more hosts uses the same CA. What is there already is left alone, but
-for `--renew`, which replaces the certificates of the hosts named and of the learner.
-Needs the package cryptography.
+Another call with more hosts uses the same CA and leaves all existing files as they are.
+With `--renew` it replaces the certificates of the named hosts and of the learner. Needs
+the package cryptography.
 """
 
 import argparse
@@ -35,8 +35,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"python -m tools.certs: {error}. pip install cryptography")
 
-CA, LEARNER = "ca", "learner"  # Folders that are no host's.
-CA_DAYS = 3650  # Its key never leaves this machine. A new one is news to all machines.
+CA, LEARNER = "ca", "learner"  # Folders that do not belong to a host.
+CA_DAYS = 3650  # Long, since all machines need a copy of a new ca.pem.
 SLACK = datetime.timedelta(hours=1)  # Clocks of other machines may be behind.
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzz what Python reads from strangers: messages, and checkpoints.
+"""Fuzz the Python code that reads messages and checkpoints from strangers.
 
     python -m tools.fuzz server --seconds 60
     python -m tools.fuzz checkpoint --runs 10000 --seed 3
-    python -m tools.fuzz welcome crash-0a1b2c3d      # once, to see it again
+    python -m tools.fuzz welcome crash-0a1b2c3d      # Once, to reproduce a failure.
 
-Whatever an input holds, the reader takes it or raises its own error, soon, with a text
-for people, and without taking much memory. The first input of which that is not true is
-written to a file. Inputs are good ones with changes. csrc/tests has the same for C++,
-guided by coverage.
+Inputs are valid inputs with random changes. The reader must accept each input or raise
+its own error with a readable text, within a few seconds and without taking much memory.
+The first input for which this fails is written to a file. csrc/tests has such targets
+for C++, which coverage guides.
 """
 
 import argparse

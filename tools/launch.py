@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a trainer under make: `python tools/launch.py monobeast [flags]`.
 
-On Ctrl-C the terminal signals make, this process and the trainer alike; on SIGTERM
-make signals only this process. Either way the trainer now drains and writes a
-checkpoint, so wait for it. And make calls every status but 0 an error: turn the
-trainer's "stopped by a signal" into a 0.
+On Ctrl-C the terminal signals make, this process and the trainer. On SIGTERM make
+signals only this process, which passes the signal on to the trainer. In both cases the
+trainer then writes a checkpoint, so this process waits for it. make treats every status
+except 0 as an error, so the status "stopped by a signal" becomes 0.
 """
 
 import signal
 import subprocess
 import sys
 
-STOPPED = 75  # core.errors.Exit: the trainer has said whether it can go on.
+STOPPED = 75  # core.errors.Exit.STOPPED: the trainer has printed how to go on.
 
 
 def main() -> int:
@@ -24,17 +24,17 @@ def main() -> int:
         if trainer is not None:
             trainer.terminate()
 
-    # Handlers, not SIG_IGN: the trainer would inherit that.
+    # Handlers instead of SIG_IGN, which the trainer would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, hand_on)
     trainer = subprocess.Popen([sys.executable, "-m", *sys.argv[1:]])
-    if asked_to_stop:  # Before there was a trainer to tell.
+    if asked_to_stop:  # The signal came before there was a trainer.
         trainer.terminate()
 
     status = trainer.wait()
     if status == STOPPED:
         return 0
-    # Negative means killed by that signal; shells say that as 128 + signal.
+    # Negative: a signal killed the trainer. Shells show this as 128 + signal.
     return status if status >= 0 else 128 - status
 
 

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchrun with the exit status of its learners, which schedulers can act on.
+"""Run torchrun, and end with the exit status of its learners, for schedulers.
 
     python -m tools.learners --standalone --nproc_per_node 2 -m polybeast [flags]
 
-Takes torchrun's flags. torchrun itself ends with 1 and a traceback, however its
-learners have ended. This ends with 75 after a signal to stop, if all learners of this
-machine did: the same command goes on from the checkpoint. Otherwise it ends with the
-status of the first learner that ended, or after a signal of the first that failed (70
-if torchrun killed it, because it had not written its checkpoint in time). A signal
-before torchrun has started learners also ends this with 75.
-If learner 0's host does not resolve, or its port is in use, it says so in one line and
-ends with 78. After the signal the learners have SAVE_S for their checkpoint, or what
-the environment variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT says. (Older versions of torch
+Takes torchrun's flags. torchrun itself always ends with 1 and a traceback if a learner
+does not end with 0. This program ends with
+
+- 75 after a signal to stop, if all learners of this machine ended with 75 or 0: the
+  same command continues from the checkpoint. Also if the signal came before torchrun
+  had started learners;
+- after a signal, if a learner ended in another way, the status of that learner: 70 if
+  torchrun killed it, because its checkpoint was not written in time;
+- without a signal, 0, or the status of the first learner that did not end with 0;
+- 78 if learner 0's host does not resolve or its port is in use, with one line.
+
+After a signal the learners have SAVE_S for their checkpoint, or as many seconds as the
+environment variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT says. (Older versions of torch
 always allow 30 s.)
 """
 

@@ -5,16 +5,17 @@
     python -m tools.plot results/minatar --x hours --out hours.png
     python -m tools.plot results/lag --against lag
 
-Folders are runs, or hold runs. Those whose names differ only in the seed at the end are
-seeds of one variant: they get one colour, a line for the median, and a band for the
-interquartile range, as far as all of them have come. The curve is the mean return of
-the last 100 full games, or --y. Dashed lines are the figures that others have published
-for that environment (results/reference.csv), at the end of what they trained for.
+Each folder is a run or contains runs. Runs whose names differ only in the number at the
+end are seeds of one variant. A variant has one colour, a line for the median of its
+seeds and a band for their interquartile range, up to the step that all seeds have
+reached. The curve is the mean return of the last 100 full games, or the column --y.
+Dashed lines are published returns for that environment (results/reference.csv), after
+the number of frames that the authors trained for.
 
-With --against FLAG there are points instead of curves: the mean over the last fifth of
-each run, against the value that its name has for the flag, as in `lag=20-vtrace-1`.
+With --against FLAG the figure has points instead of curves: the mean over the last
+fifth of each run, against the value of the flag in the run's name (`lag=20-vtrace-1`).
 
-Writes curve.png into the first folder.
+Writes curve.png into the first folder, or --out.
 """
 
 import argparse
@@ -254,12 +255,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--y", default=RETURN, help=f"a column of logs.csv. Default: {RETURN}"
     )
-    parser.add_argument("--against", metavar="FLAG", help="draw ends, not curves")
     parser.add_argument(
-        "--together", metavar="TITLE", help="one panel for all environments"
+        "--against", metavar="FLAG", help="a point for the end of each run, by flag"
     )
-    parser.add_argument("--out", type=Path, help="default: curve.png in the first one")
-    parser.add_argument("--title", help="above the figure")
+    parser.add_argument(
+        "--together", metavar="TITLE", help="draw one panel for all environments"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="default: curve.png in the first folder"
+    )
+    parser.add_argument("--title", help="title of the figure")
     args = parser.parse_args(argv)
 
     if not (runs := find_runs(args.folders, args.y)):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy what others need to play with a trained agent: its weights and its flags.
+"""Copy the weights and flags of a trained agent, for others to play with.
 
     python -m tools.publish runs/my-run results/play/my-agent
     python -m monobeast --mode test --savedir results/play --xpid my-agent --video
 
-The newest good checkpoint of a run becomes one without the optimizer, with the weights
-in float16: a quarter of the size. meta.json comes along. `--init_from
-results/play/my-agent` trains on from these weights.
+The copy has the run's meta.json and its newest good checkpoint, without the optimizer
+and with the weights in float16, which is a quarter of the size. `--init_from
+results/play/my-agent` starts a training run with these weights.
 """
 
 import argparse

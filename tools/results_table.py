@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print one Markdown table: our results beside what others have published.
+"""Print one Markdown table: our results beside published ones.
 
     make results-table
 
-A row for each environment and variant of the runs in results/*/, and under those of an
-environment the rows that results/reference.csv has for it. Ours are medians over seeds:
-of the mean return of the last 100 full games at the end of training (with the lowest
-and the highest seed), and of the highest such mean on the way. Rows of one environment
-differ in their protocols: the last columns say in what, and where figures are from.
+The table has a row for each environment and variant of the runs in results/*/. Below
+the rows of an environment are its rows in results/reference.csv. Our figures are
+medians over seeds: of the mean return of the last 100 full games at the end of training
+(with the lowest and the highest seed), and of the highest such mean during training.
+The protocols of one environment's rows differ: the last columns have the protocol and
+the source.
 
-A claim with code of its own in its folder is an experiment, not a score, and left out.
+Folders that contain Python code are experiments, not scores, and are left out.
 """
 
 import csv

@@ -3,34 +3,34 @@
 
     python -m tools.sweep sweep.toml
 
-with, for instance, this sweep.toml:
+An example of sweep.toml:
 
     program = "polybeast"        # or monobeast, or a module of yours
     savedir = "runs/minatar"
-    cores = 1                    # of each run; as many run side by side as fit
-    gpus = 0                     # of each run; with 0 it sees none
+    cores = 1                    # for each run; as many runs at a time as fit
+    gpus = 0                     # for each run; with 0 a run sees no GPU
 
-    [flags]                      # of every run. true is --flag, false leaves it out
-    total_steps = 5_000_000      #   or is --no-flag, a list is joined by commas
-    [flags.polybeast]            # of the runs of one program
+    [flags]                      # for every run. true gives --flag; false gives
+    total_steps = 5_000_000      #   --no-flag or no flag; a list is joined by commas
+    [flags.polybeast]            # for the runs of one program
     num_servers = 1
 
     [grid]                       # every combination is a run; `program` may be here
     env = ["MinAtar/Breakout-v1", "MinAtar/Freeway-v1"]
     seed = [1, 2, 3]
 
-A run is a folder in savedir, named after its place in the grid. Besides what the
-program writes, it has sweep.log (all that the program said) and sweep.json (how it was
-started, and how it ended). summary.csv in savedir has a row for each run, also while
-they run.
+A run is a folder in savedir, named after its values in the grid. Besides the files of
+the program it has sweep.log (the program's output) and sweep.json (its command and exit
+status). summary.csv in savedir has a row for each run and is updated while they run.
 
-Ctrl-C or SIGTERM stops all runs, each with a checkpoint; a second one ends them at
-once. The same command goes on: it skips what is finished, resumes what was interrupted,
-and tries again what failed. Should the sweep itself be killed, its runs stop with a
-checkpoint (Linux).
+Ctrl-C or SIGTERM stops all runs, each with a checkpoint; a second signal ends them at
+once. The same command then continues: it skips finished runs, resumes interrupted runs
+and starts failed runs again. If the sweep itself is killed, its runs stop with a
+checkpoint (Linux only).
 
 Exit status: 0 all runs are finished; 2 sweep.toml is wrong; 69 savedir is in use; 70 a
-run failed; 75 runs were stopped and can go on; 78 savedir was made with other flags.
+run failed; 75 runs were stopped and can be continued; 78 savedir has runs with other
+flags.
 """
 
 import argparse

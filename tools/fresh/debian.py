@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Empty Debian systems: folders made by debootstrap, in which commands run by chroot.
 
-Packages come from where this machine gets its own: the configuration of apt and of pip,
-with the certificates and folders that it names, holds inside as well. A command's
-mounts and processes are in namespaces of its own, and end with it.
+Packages come from the same sources as this machine's: the configuration of apt and of
+pip, and the certificates and folders that it names, are also used inside. The mounts
+and processes of a command are in namespaces of their own, and end with the command.
 """
 
 import argparse

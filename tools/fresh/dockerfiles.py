@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do what the Dockerfiles of tools/docker say, without Docker, and use the result.
+"""Run the steps of the Dockerfiles in tools/docker without Docker, and test the result.
 
     python -m tools.fresh.dockerfiles [learner] [servers]
 
-An image's steps run in an empty Debian. Then its entry point runs with a few flags: the
-learner trains on Catch with servers of its own; the servers' image serves Pong, and
-must have no torch. Knows the plain instructions only, which are all that are used.
+The steps of an image run in an empty Debian. Then its entry point runs with a few
+flags: the learner trains on Catch with its own servers; the image of the servers serves
+Pong and must not contain torch. Only the instructions that these Dockerfiles use are
+supported.
 """
 
 import argparse

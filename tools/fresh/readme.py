@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the README's first commands, word for word, on a machine with nothing on it.
+"""Run the README's first commands, word for word, in an empty Debian.
 
     sudo .venv/bin/python -m tools.fresh.readme
 
-An empty Debian gets what the README says that `make` needs; then the block of commands
-under "Start" runs there, on a clone of this checkout's last commit. The last command
-trains for days: it is stopped by Ctrl-C once it has made steps, and must end with 75.
+The system gets only the packages that the README requires for `make`. Then the commands
+under "Start" run on a clone of this checkout's last commit. The last command trains for
+long, so it is stopped by Ctrl-C when it has made steps, and must end with 75.
 """
 
 import argparse
