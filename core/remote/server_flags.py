@@ -194,8 +194,9 @@ def add_server_flags(group: Any) -> None:
         type=int_at_least(1),
         metavar="K",
         help="environments of a stream. The stream steps them one after another, and "
-        "one message carries the rows of all. Default: 8; for the servers that a "
-        "learner starts itself the largest divisor of its new rollouts up to 8",
+        "one message carries the rows of all. Default: 8; for servers that the "
+        "learner starts itself the largest number up to 8 that divides --batch_size "
+        "(with --replay_ratio its new rollouts)",
     )
     group.add_argument(
         "--streams_per_server",
