@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed, as ratios of things run side by side on one machine.
+"""Speed, as ratios of things that run side by side on one machine.
 
     bench           every speed that matters, against its history   make bench
     compare         two versions of this repository                 after a change
     ceilings        each part of a run alone, and the whole         to find a bottleneck
     peers/          other systems on the same work                  docs/speed.md
     environments    our Atari wrappers beside EnvPool               docs/speed.md
-    transport       a step's way from environment to learner        csrc/, core/remote
+    transport       messages from environments to the learner       csrc/, core/remote
     learners        several learners: sum of gradients, scaling     docs/scale.md
     recovery        time until learners go on after a kill          docs/scale.md
     churn           servers that come and go                        docs/scale.md

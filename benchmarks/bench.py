@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every speed that matters on a CPU, in under ten minutes: `make bench`.
+"""Measure every speed that matters on a CPU, in under ten minutes: `make bench`.
 
     python -m benchmarks.bench
 
 Measures parts and programs in turns, REPEATS times, on Pong with the shallow network
 (T=80, B=8), and adds a file to results/speed/history, named by commit. Prints medians
 beside those of the newest earlier file of the same kind of machine: the same CPU model,
-number of cores and version of torch. A machine differs from hour to hour: compare the
-column `per emulator`, each rate over that of the bare emulator on one core, measured in
-the same turn.
+number of cores and version of torch. The speed of a machine changes from hour to hour.
+So compare the column `per emulator`: each rate divided by that of the bare emulator on
+one core, measured in the same turn.
 
-A row is slower if the median of `per emulator` fell by more than the noise: the spread
-(highest less lowest turn) of both files, as the root of the sum of their squares. If
-nothing changed, one of the nine rows is called slower in one run of 200 (normally
-distributed turns, REPEATS of them; simulated). A row that lost five standard deviations
-of its turns is found nine times in ten.
+A row is slower if the median of `per emulator` fell by more than the noise: the square
+root of the sum of the squared spreads (highest less lowest turn) of both files. In a
+simulation with normally distributed turns, a run without any change calls one of the
+nine rows slower once in 200 runs, and a fall by five standard deviations of the turns
+is found nine times in ten.
 
 Exit status: 0 nothing is slower, or there is nothing to compare with; 1 something is.
 """

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bounds training on this machine: each part alone, and the whole.
+"""Measure what limits training on this machine: each part alone, and the whole.
 
     python -m benchmarks.ceilings --env PongNoFrameskip-v4 --model shallow
     python -m benchmarks.ceilings --autotune --program polybeast --model shallow
 
-Takes flags that both trainers know, and prints one table (agent steps per second):
+Takes the flags that both trainers have, and prints one table (agent steps per second):
 
-    emulator      Atari only, one core: four frames and one grey picture, no more
-    environment   nothing but stepping, one process per core
-    inference     nothing but forward passes of 8 environments, one process per core
-    learner       nothing but gradient steps on one batch, on as many cores as one takes
-    transport     PolyBeast only: its servers and streams, with observations of the same
-                  size from nobody and actions by nobody (benchmarks/transport.py)
+    emulator      Atari only, on one core: four frames and one grey picture per step
+    environment   steps of the environment only, one process per core
+    inference     forward passes of 8 environments only, one process per core
+    learner       gradient steps on one batch only, on as many cores as one step uses
+    transport     PolyBeast only: its servers and streams, with constant observations of
+                  the same size and constant actions (benchmarks/transport.py)
     monobeast     the whole program, read from its logs.csv after a warm-up
     polybeast     the same
-    bound         the rate at which the parts' CPU cost per step would fill all cores;
-                  each program's own
+    bound         the rate at which the CPU time per step of all parts of a program
+                  would fill all cores
 
 Parts take turns, `--repeats` times; the table has medians and the spread. `of lowest`
-is the whole's share of the lowest ceiling, `of bound` its share of its bound. Raw
-figures go to `--out` as one JSON object. Memory is the peak of the proportional set
-size (PSS) of the whole process tree, so that pages shared between processes count once.
+is the program's rate divided by that of its slowest part, `of bound` its rate divided
+by its bound. Raw figures go to `--out` as one JSON object. Memory is the peak of the
+proportional set size (PSS) of all processes together, in which shared pages count once.
 
 With --autotune it tries settings of one program instead, each for some seconds, keeps
-what is faster by more than the noise, and prints the flags to use. Batch size, unroll
-length and network decide what is learned: those it leaves as they are, unless
---batch_sizes names some to try.
+settings that are faster by more than the noise, and prints the flags to use. It does
+not change the network, the unroll length and the batch size, because learning depends
+on them; --batch_sizes names batch sizes to try.
 """
 
 import argparse
@@ -454,7 +454,7 @@ def autotune(own: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="What bounds training here; other flags are the trainers'.",
+        description="Measure what limits training; takes the trainers' flags too.",
         allow_abbrev=False,  # Or --batch_size would be --batch_sizes.
     )
     parser.add_argument("--program", choices=(*PROGRAMS, "both"), default="both")

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs that servers come and go: two runs side by side.
+"""Measure what it costs that servers come and go: two runs side by side.
 
-    python -m benchmarks.churn --way list     # 20 minutes, and some to start
+    python -m benchmarks.churn --way list     # 20 minutes, and some to start.
     python -m benchmarks.churn --way dial_in
     python -m benchmarks.churn --minutes 0.2 --num_servers 8 --replaced 3
 
-Both runs play Catch on --num_servers servers. A file has the servers' addresses (--way
-list), or each server dials the learner as a machine of its own (--way dial_in). In one
-of the runs a tenth of the servers is replaced every minute, one at a time and at
+Both runs play Catch on --num_servers servers. A file has the addresses of the servers
+(--way list), or each server dials the learner as a machine of its own (--way dial_in).
+In one of the runs a tenth of the servers is replaced every minute, one at a time and at
 random: the server is killed, and another one begins at a new address. After --minutes
-the runs change roles for as long: two runs of the same kind differ by themselves. Both
-share the machine all the while, so what slows the machine down slows both.
+the runs change roles for the same time, because even two equal runs differ. Both share
+the machine, so whatever slows the machine down slows both.
 
-Printed for each run: its ledger, and the threads and file descriptors of the learner,
-and of its acceptor, at the beginning and at the end, with the names of threads that
-have become more or fewer. gRPC starts some threads when it needs them, and ends them
-(default-executor: at most two per core). Therefore the first count comes after each
+Prints for each run the sum of its rows, and the threads and file descriptors of the
+learner and of its acceptor at the beginning and at the end, with the names of threads
+whose number has changed. gRPC starts some threads when it needs them and ends them
+later (default-executor: at most two per core). So the first count comes after each
 server of both runs has been replaced once. With --out a JSON file has the same, and the
 steps of both runs about once a second.
 """

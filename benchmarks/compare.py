@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two versions of this repository side by side: did a change cost speed?
+"""Compare the speed of two versions of this repository.
 
     git worktree add ../before 3123853
     (cd ../before && python setup.py build_ext --inplace)
     python -m benchmarks.compare ../before . --out compare.json
 
-Trains the programs in both folders, in turns and each second turn in the other order,
-on work that a network bounds (Pong, both networks) and on work that the transport and
-Python bound (Catch), and prints the ratios of the second folder's steps/s to the
-first's.
+Trains the programs in both folders in turns; every second turn has the other order. The
+work is Pong with both networks, where the network takes most of the time, and Catch,
+where the transport and Python do. Prints the ratio of the second folder's steps/s to
+the first's.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether torch.compile pays for the learner on this machine.
+"""Measure whether torch.compile makes the learner faster on this machine.
 
     python -m benchmarks.compile
 
-Updates on one batch, on one core, with the network as it is and with `net.compile()`,
-in turns: agent steps per second, the ratio (median of the turns), and what the first
-update takes, which compiles. Needs a C++ compiler.
+Does updates on one batch, on one core, with the network as it is and with
+`net.compile()`, in turns. Prints agent steps per second, the ratio (median of the
+turns), and the time of the first update, which compiles. Needs a C++ compiler.
 """
 
 import argparse

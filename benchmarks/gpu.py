@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU does for training, and what is left to do.
+"""Measure how fast a GPU makes training, and what limits it.
 
     python -m benchmarks.gpu --env PongNoFrameskip-v4 --model deep --unroll_length 80
 
-Takes flags that both trainers know, and prints three tables:
+Takes the flags that both trainers have, and prints three tables:
 
-    learner     nothing but updates: agent steps per second with two learner threads,
-                the copies to the GPU included; the time of one update, of its gradient
-                alone, and what the gradient's arithmetic would take at the rate of a
-                large matrix product (the raw figures have the other parts, too)
-    inference   nothing but batches of N rows, on their way to the GPU and back, by one
-                thread: what a batch takes, and rows per second
+    learner     updates only: agent steps per second with two learner threads, including
+                the copies to the GPU; the time of one update and of its gradient alone;
+                the time of the gradient's arithmetic at the rate of a large matrix
+                product (the raw figures have the other parts too)
+    inference   batches of N rows only, to the GPU and back, by one thread: the time of
+                a batch, and rows per second
     polybeast   the whole program with 1, 2, 4 ... server processes on as many cores,
                 beside the same environments alone
 
-The first two in float32 and bfloat16, with CUDA graphs and without them. Medians of
-`--repeats`, in turns. Raw figures go to `--out` as JSON. With --disable_cuda the CPU is
-measured instead, without graphs.
+The first two tables are in float32 and bfloat16, with CUDA graphs and without. Figures
+are medians of `--repeats`, in turns. Raw figures go to `--out` as JSON. With
+--disable_cuda the CPU is measured instead, without graphs.
 """
 
 import argparse

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several learners cost: the sum of the gradients, and weak scaling.
+"""Measure what several learners cost: the sum of the gradients, and weak scaling.
 
     python -m benchmarks.learners --num_learners 1 2 4
 
-Each learner sleeps for --update_ms in place of an update, as one that waits for its GPU
-would, and then adds up a gradient of --parameters numbers. Without that, N learners
-would do N times the work of one; `efficiency` is the share of that which is left. The
-gradients' bytes per second are those that a learner sends on gloo's ring; the last line
-is the bandwidth of a bare TCP connection over loopback, to compare with. The numbers of
-learners take turns, `--repeats` times; the summary has the median efficiency of each,
-and the lowest and the highest. Raw figures: `--out`.
+Each learner sleeps for --update_ms instead of an update, like a learner that waits for
+its GPU, and then adds up a gradient of --parameters numbers with the other learners.
+`efficiency` is the share of the time that is left for updates. The bytes per second
+are those that a learner sends on gloo's ring. The last line is the bandwidth of a bare
+TCP connection over loopback, for comparison. The numbers of learners take turns,
+`--repeats` times; the summary has the median efficiency of each, and the lowest and the
+highest. Raw figures go to `--out`.
 """
 
 import argparse

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon several learners go on when one of them is killed.
+"""Measure how soon several learners go on after one of them is killed.
 
     python -m benchmarks.recovery --out recovery.json
 
-torchrun keeps --num_learners PolyBeasts running, which play Catch on servers that run
-by themselves. --kills times one learner is killed (kill -9), each in turn, and torchrun
-starts all of them again. Measured is the time from the kill to the first update after
-the restart, with all imports, the checkpoint and the connections to the servers. At the
-end each step must stand in logs.csv once, and the servers must be those of the start.
+torchrun runs --num_learners PolyBeasts, which play Catch on servers that the benchmark
+has started. --kills times one learner is killed (kill -9), each in turn, and torchrun
+starts all learners again. The result is the time from the kill to the first update
+after the restart, including all imports, the checkpoint and the connections to the
+servers. At the end each step must be in logs.csv once, and the servers must be the same
+processes as at the start.
 """
 
 import argparse

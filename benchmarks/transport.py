@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs on its way from an environment to the learner, without learning.
+"""Measure what a step costs on its way from environment to learner, without learning.
 
     python -m benchmarks.transport
     python -m benchmarks.transport --local
@@ -9,34 +9,34 @@
     python -m benchmarks.transport --threads 1 2 4
 
 A mock environment gives a constant observation of 28 KB (84x84x4 uint8), a mock agent a
-constant action. One environment server process, one learner process that runs the whole
-data path (actor pool, dynamic batching, rollouts, learner batches), gRPC over a unix
-socket. In turns with it runs a bare echo: the same bytes as one gRPC message from a
-grpcio server as it comes, answered at once by a C++ client that looks at nothing
-(benchmarks/echo_client.cc). Both servers keep to one core, as those of polybeast_env do
-where there is one for each core; --roaming lets them move about.
+constant action. One environment server process sends to one learner process, which runs
+the whole data path (actor pool, dynamic batching, rollouts, learner batches), by gRPC
+over a unix socket. In turns with this runs an echo: a plain grpcio server sends the
+same bytes in one message, and a C++ client that does not read them answers at once
+(benchmarks/echo_client.cc). Both servers stay on one core, as those of polybeast_env do
+where there is one for each core; with --roaming they may use all cores.
 
 The table has environment steps per second, CPU time per step of both processes
-together, and the ratio of the rates; medians of `--repeats`. Raw figures: `--out`.
+together, and the ratio of the rates; medians of `--repeats`. Raw figures go to `--out`.
 
-With --local: the data path of a learner and servers on its machine, whose streams do
-without gRPC, and in turns with that over gRPC.
+With --local: streams to a server on the learner's machine without gRPC, and in turns
+the same over gRPC.
 
 With --scale: the data path alone, from 16 environments in one server process to 4,096
-in 64, 16 to a stream, and what a step costs the learner's process; rollouts of 5 steps,
-so that 4,096 environments need 2 GB of them. To touch this memory for the first time
-costs more than the steps: measured is what comes after.
+in 64, 16 to a stream, and the learner's CPU time for a step. Rollouts have 5 steps, so
+that those of 4,096 environments fit into 2 GB. The first use of this memory costs more
+than the steps, so only the time after it is measured.
 
 With --tls: the data path over TCP on this machine, plain and encrypted in turns. Needs
 the package cryptography.
 
-With --frames: observations that are stacks of four frames, 84x84 uint8 each, and a new
-one comes with every step; the whole stacks sent, and in turns with that the newest
-frame only. Over TCP on this machine, with the bytes that a step takes of the network.
+With --frames: observations are stacks of four frames, 84x84 uint8 each, with a new
+frame in every step. Whole stacks are sent, and in turns only the newest frames, over
+TCP on this machine; the table has the bytes of network per step.
 
-With --threads: the data path with so many threads that receive at the learner
-(`ActorPool(num_threads=...)`, 1 in polybeast.py), in turns; as many servers as cores,
-16 environments to each of 16 streams.
+With --threads: the data path with this number of receiving threads in the learner
+(`ActorPool(num_threads=...)`, 1 in polybeast.py), in turns. There are as many servers
+as cores, with 16 streams of 16 environments.
 """
 
 import argparse

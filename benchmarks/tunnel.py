@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What machines that dial in pay for the two processes on the way.
+"""Measure what the two extra processes cost when machines dial in.
 
     python -m benchmarks.tunnel
     python -m benchmarks.tunnel --tls_dir certs   # With certs/learner and certs/HOST.
 
-An echo at a unix socket, first reached directly, then through dialer and acceptor over
-TCP on this machine. Prints the time of a round trip of a message (median) and the bytes
-per second in one direction with as many as fit on their way. --out has raw figures.
+An echo at a unix socket is reached directly, and then through dialer and acceptor over
+TCP on this machine. Prints the time of a message's round trip (median), and the bytes
+per second in one direction with as many messages on their way as fit. Raw figures go to
+--out.
 """
 
 import argparse

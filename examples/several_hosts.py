@@ -5,8 +5,8 @@ Needs Linux, root, the command `ip`, and the package cryptography for certificat
 
     sudo .venv/bin/python examples/several_hosts.py
 
-Each host is a network namespace. The learner's has a cable (a veth pair) to each of two
-others, on which environment servers run; they speak TLS:
+Each host is a network namespace. A cable (a veth pair) connects the host of the learner
+with each of the two hosts of environment servers. The connections use TLS:
 
      host learner                             host env0
     ┌─────────────────────┐                  ┌─────────────────────────┐

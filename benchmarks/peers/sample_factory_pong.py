@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start Sample Factory's EnvPool example, whatever flags follow.
+"""Start Sample Factory's EnvPool example with the flags of the command line.
 
-Runs in Sample Factory's own environment; see README.md. EnvPool 1.2 does not set what
-Gymnasium's close() of vector environments reads; otherwise nothing is changed.
+Runs in Sample Factory's own environment; see README.md. Gymnasium's close()
+of vector environments fails with EnvPool 1.2, so this script replaces it; nothing else
+is changed.
 """
 
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time to a score: systems with the settings that their authors tuned, in turns.
+"""Measure the time to a score: each system with its authors' settings, in turns.
 
     python -m benchmarks.peers.score --work cartpole --cleanrl PYTHON FOLDER --out FILE
 

@@ -4,8 +4,8 @@
     python train_monobeast2019.py FOLDER pong
 
 FOLDER is a clone of facebookresearch/torchbeast; its torchbeast/monobeast.py runs
-unchanged, in an environment of its own; see README.md. Instead of the Atari package of
-its time, atari-py, there is a Pong with the same interface on ale-py.
+unchanged, in an environment of its own; see README.md. A Pong on ale-py with the same
+interface replaces atari-py, the Atari package of that time.
 """
 
 import sys

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MonoBeast whose actors get weights that are some updates old, on purpose.
+"""MonoBeast with actors whose weights are some updates old, on purpose.
 
     python -m results.lag.lagged --lag 50 --correction none --env Catch ...
 
-All other flags are MonoBeast's. With `--correction none` the importance weights of
-V-trace are 1: the actions of old policies pass for those of the present one.
+All other flags are MonoBeast's. With `--correction none` all importance weights of
+V-trace are 1, as if the present policy had chosen the actions.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MinAtar's Breakout, of which each frame is shown with probability 1/2, else nothing.
+"""MinAtar's Breakout with frames that are black with probability 1/2.
 
 As Hausknecht & Stone 2015 (arXiv:1507.06527) did with Atari's Pong.
 

@@ -2,10 +2,11 @@
 """Pendulum in games of 20 steps, all of which a time limit ends.
 
 One game in 200 has 200 steps, enough to swing up and to stay there. Its return is the
-scalar `long_return` in `info`: what the agent is worth where the limit is out of sight.
+scalar `long_return` in `info`: the score of the agent where the short limit does not
+cut the game.
 
-    --env results.truncation.pendulum:make_truncated     the limit is what it is
-    --env results.truncation.pendulum:make_terminated    it passes for a termination
+    --env results.truncation.pendulum:make_truncated     the limit truncates
+    --env results.truncation.pendulum:make_terminated    the limit terminates
 """
 
 import gymnasium as gym
