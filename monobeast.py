@@ -448,7 +448,6 @@ def learn_loop(
     """Run one learner thread: take full buffers, copy them, give them back, learn."""
     set_torch_threads(flags.learner_cores)
     n = new_rollouts(flags) // flags.envs_per_actor
-    tensors = learner.net.state_dict()
     stream = gpu.create_stream(learner.device)
     empty = np.empty if stream is None else gpu.empty_page_locked
     assembler = BatchAssembler(buffers, n, empty, num_replayed=replay.num_sampled)
@@ -459,7 +458,7 @@ def learn_loop(
         with explain_out_of_memory(assembler.batch, learner.net):
             learner.update(assembler.batch, assembler.agent_state, stream)
         with learner.lock:
-            weights.publish(tensors, learner.updates)
+            weights.publish(learner.net.state_dict(), learner.updates)
 
 
 # ------------------------------------------------------------------------------- run

@@ -101,12 +101,11 @@ class ActorProcess:
           ConfigError: `net` is not like the learner's network.
         """
         self._weights.check(net)
-        tensors = net.state_dict()  # Shares memory with the parameters.
         version = -1
 
         def fetch() -> int:
             nonlocal version
-            version = self._weights.fetch(tensors, version)
+            version = self._weights.fetch(net, version)
             return version
 
         return fetch

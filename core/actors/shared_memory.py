@@ -299,8 +299,8 @@ class SharedWeights:
             torch.from_numpy(self._shared.arrays[name]).copy_(tensor)
         self._sequence[0] = 2 * version + 2
 
-    def fetch(self, tensors: Mapping[str, Any], have: int) -> int:
-        """Copy the newest weights into `tensors`; return their version.
+    def fetch(self, net: nn.Module, have: int) -> int:
+        """Copy the newest weights into `net`; return their version.
 
         `have` is the version that was fetched last (-1 for none). If it is still the
         newest, this only reads one integer. Waits while the writer writes (a
@@ -311,7 +311,7 @@ class SharedWeights:
             if before == 2 * have + 2:
                 return have
             if before % 2 == 0:
-                for name, tensor in tensors.items():
+                for name, tensor in net.state_dict().items():
                     tensor.copy_(torch.from_numpy(self._shared.arrays[name]))
                 if int(self._sequence[0]) == before:
                     return before // 2 - 1

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from core.actors import shared_memory
+from core.actors.processes import ActorProcess
 from core.actors.shared_memory import (
     BatchAssembler,
     RolloutBuffers,
@@ -424,28 +425,35 @@ def tensors_full_of(value):
     }
 
 
-def values_in(tensors):
-    return {value for t in tensors.values() for value in t.unique().tolist()}
+def net_full_of(value):
+    net = nn.Module()
+    for name, tensor in tensors_full_of(value).items():
+        net.register_buffer(name, tensor)
+    return net
+
+
+def values_in(net):
+    return {value for t in net.buffers() for value in t.unique().tolist()}
 
 
 def test_fetch_returns_the_newest_weights_and_their_version():
     weights = SharedWeights(tensors_full_of(5), 5)
     weights.publish(tensors_full_of(7), 7)
-    mine = tensors_full_of(-1)
+    mine = net_full_of(-1)
     assert weights.fetch(mine, -1) == 7
     assert values_in(mine) == {7.0}
 
 
 def test_version_zero_is_a_version():
     weights = SharedWeights(tensors_full_of(3), 0)
-    mine = tensors_full_of(-1)
+    mine = net_full_of(-1)
     assert weights.fetch(mine, -1) == 0
     assert values_in(mine) == {3.0}
 
 
 def test_fetch_leaves_alone_what_is_already_newest():
     weights = SharedWeights(tensors_full_of(7), 7)
-    mine = tensors_full_of(-1)
+    mine = net_full_of(-1)
     assert weights.fetch(mine, have=7) == 7
     assert values_in(mine) == {-1.0}
 
@@ -453,7 +461,7 @@ def test_fetch_leaves_alone_what_is_already_newest():
 def test_fetch_brings_whatever_differs_from_what_one_has():
     # A learner that went back to a checkpoint has a lower version than its actors.
     weights = SharedWeights(tensors_full_of(5), 5)
-    mine = tensors_full_of(-1)
+    mine = net_full_of(-1)
     assert weights.fetch(mine, have=7) == 5
     assert values_in(mine) == {5.0}
 
@@ -468,14 +476,14 @@ def read_weights(weights, pipe):
     of each version whose tensors held anything but its number.
     """
     torch.set_num_threads(1)
-    mine, version, wrong = tensors_full_of(-1), -1, []
+    mine, version, wrong = net_full_of(-1), -1, []
     for i in range(MIN_VERSIONS):
         newest = version
         while newest == version:
             newest = weights.fetch(mine, version)
         version = newest
-        low = min(t.min().item() for t in mine.values())
-        high = max(t.max().item() for t in mine.values())
+        low = min(t.min().item() for t in mine.buffers())
+        high = max(t.max().item() for t in mine.buffers())
         if not low == high == version:
             wrong.append((version, low, high))
         if i == 0:
@@ -546,3 +554,13 @@ def test_an_actor_in_bfloat16_has_the_learners_network():
     net = a_net()
     weights = SharedWeights(net.state_dict(), 0)
     weights.check(net.bfloat16())
+
+
+def test_a_buffer_that_the_network_assigns_anew_is_shared_too():
+    ours, theirs = net_full_of(3), net_full_of(-1)
+    weights = SharedWeights(ours.state_dict(), 0)
+    process = ActorProcess(0, 0, None, np.zeros(1), weights, None)
+    fetch = process.fetcher(theirs)
+    theirs.middle = theirs.middle + 2  # As `forward` may.
+    assert fetch() == 0
+    assert values_in(theirs) == {3.0}

@@ -514,13 +514,12 @@ def test_the_statistics_reach_the_actors_with_the_weights():
         actor = module.create_net(learner.flags, Spaces(VECTOR, ACTIONS))
         if module is monobeast:
             weights = SharedWeights(learner.net.state_dict(), 0)
-            tensors = learner.net.state_dict()  # As learn_loop: taken once.
         else:
             weights = polybeast.Weights(learner.net, "cpu")
         learner.update(random_batch(), ())
         if module is monobeast:
-            weights.publish(tensors, 1)
-            assert weights.fetch(actor.state_dict(), -1) == 1
+            weights.publish(learner.net.state_dict(), 1)
+            assert weights.fetch(actor, -1) == 1
         else:
             weights.publish(learner.net, 1)
             assert weights.fetch(actor, -1) == 1

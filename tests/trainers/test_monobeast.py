@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """MonoBeast: acting and learning, against rollouts that arithmetic can check."""
 
+import copy
 import json
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -11,7 +13,9 @@ import torch
 import monobeast
 import polybeast
 from core.actors import prepare
+from core.actors.shared_memory import SharedWeights
 from core.algorithm import losses, update
+from core.algorithm.replay import create_replay
 from core.algorithm.update import Learner
 from core.environments.stepping import env_seed
 from core.environments.toys import Catch
@@ -29,7 +33,7 @@ def test_serial_and_asynchronous_actors_write_the_same_rollout():
     torch.manual_seed(env_seed(flags.seed, 0, 0, 0))
     spaces = monobeast.read_env(flags)[0]
     net = monobeast.create_net(flags, spaces)
-    pool.weights.fetch(net.state_dict(), -1)
+    pool.weights.fetch(net, -1)
     torch.manual_seed(env_seed(flags.seed, 0, 0, 0))
     monobeast.create_net(flags, spaces)  # The actor drew its own weights first.
     actor = make_actor(flags, net)
@@ -318,3 +322,28 @@ def test_a_network_that_only_the_learner_has_is_refused_in_one_line(start):
     last = program.text().splitlines()[-1]
     assert last.startswith("ConfigError: the actors' network is not the learner's (")
     assert "more.weight is none, the learner's is float[3,5]" in last
+
+
+def test_learn_loop_publishes_a_buffer_that_forward_assigns_anew(monkeypatch):
+    forward = monobeast.Net.forward
+
+    def counting(self, rows, core_state=()):
+        self.count = self.count + 1
+        return forward(self, rows, core_state)
+
+    monkeypatch.setattr(monobeast.Net, "forward", counting)
+    flags = make_flags("Catch", "--num_actors", "1", "--batch_size", str(E))
+    spaces = monobeast.read_env(flags)[0]
+    net = monobeast.create_net(flags, spaces)
+    net.register_buffer("count", torch.zeros(()))
+    learner = Learner(flags, net, [torch.optim.SGD(net.parameters(), lr=0.01)])
+    theirs = copy.deepcopy(net)
+    weights = SharedWeights(net.state_dict(), 0)
+    actor = make_actor(flags, net)
+    actor.unroll(0)
+    takes = iter([[0], None])
+    actors = SimpleNamespace(take=lambda n: next(takes), give_back=lambda indices: None)
+    replay = create_replay(flags, 0)
+    monobeast.learn_loop(flags, learner, actors, actor.buffers, weights, replay)
+    assert weights.fetch(theirs, -1) == 1
+    assert theirs.count == net.count > 0
