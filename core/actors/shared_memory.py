@@ -22,6 +22,7 @@ from core.algorithm.replay import mark_replayed
 from core.errors import ConfigError
 from core.nests import ArraySpec, Nest, leaves, map_nest, unflatten
 
+_SEQUENCE = ""  # No tensor of a network has this name.
 _ALIGNMENT = 64  # bytes; a cache line, and enough for every SIMD load
 
 
@@ -254,17 +255,17 @@ class SharedWeights:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], version: int):
         specs = {
-            name: ArraySpec(tuple(x.shape), x.new_empty(0).cpu().numpy().dtype)
+            name: ArraySpec(tuple(x.shape), _numpy_dtype(x.dtype))
             for name, x in tensors.items()
         }
         self._shared = SharedArrays(
-            {"sequence": ArraySpec((1,), np.dtype(np.int64)), **specs}
+            {_SEQUENCE: ArraySpec((1,), np.dtype(np.int64)), **specs}
         )
         self.publish(tensors, version)
 
     @property
     def _sequence(self) -> np.ndarray:
-        return self._shared.arrays["sequence"]
+        return self._shared.arrays[_SEQUENCE]
 
     def check(self, net: nn.Module) -> None:
         """Refuse a network that is not like the one whose weights are shared.
@@ -277,7 +278,7 @@ class SharedWeights:
         shared = {
             name: _describe(array)
             for name, array in self._shared.arrays.items()
-            if name != "sequence"
+            if name != _SEQUENCE
         }
         ours = {name: _describe(x) for name, x in net.state_dict().items()}
         for name in (*ours, *shared):
@@ -316,6 +317,12 @@ class SharedWeights:
                 if int(self._sequence[0]) == before:
                     return before // 2 - 1
             os.sched_yield() if hasattr(os, "sched_yield") else None
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    if dtype == torch.bfloat16:  # Numpy has none. Every bfloat16 is a float32.
+        dtype = torch.float32
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 def _describe(x: np.ndarray | torch.Tensor) -> str:

@@ -564,3 +564,14 @@ def test_a_buffer_that_the_network_assigns_anew_is_shared_too():
     theirs.middle = theirs.middle + 2  # As `forward` may.
     assert fetch() == 0
     assert values_in(theirs) == {3.0}
+
+
+@pytest.mark.parametrize("name, dtype", [("sequence", "int64"), ("x", "bfloat16")])
+def test_a_buffer_may_have_any_name_and_be_bfloat16(name, dtype):
+    ours, theirs = nn.Module(), nn.Module()
+    for net, value in ((ours, 3), (theirs, -1)):
+        net.register_buffer(name, torch.full((5,), value, dtype=getattr(torch, dtype)))
+    weights = SharedWeights(ours.state_dict(), 0)
+    weights.check(theirs)
+    assert weights.fetch(theirs, -1) == 0
+    assert values_in(theirs) == {3.0}
