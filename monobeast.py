@@ -403,8 +403,20 @@ def as_tensors(row: Nest) -> Nest:
     return map_nest(lambda x: torch.from_numpy(x[np.newaxis]), inputs)
 
 
-def act(flags: argparse.Namespace, spaces: Spaces, process: ActorProcess) -> None:
-    """Run in an actor process: create network and environments, then fill buffers."""
+def own_code() -> list[str]:
+    """Return the names of the code that a script may have replaced in this module."""
+    return prepare.names_of(Net, create_net, create_env, net_outputs)
+
+
+def act(
+    flags: argparse.Namespace, spaces: Spaces, code: list[str], process: ActorProcess
+) -> None:
+    """Run in an actor process: create network and environments, then fill buffers.
+
+    Args:
+      code: the program's `own_code`.
+    """
+    prepare.check_code(program=code, actor=own_code())
     net = create_net(flags, spaces)
     if getattr(net, "use_bfloat16", False):  # Your Net may lack it.
         net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
@@ -511,7 +523,7 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     flags, learner = run.flags, run.learner
     weights = SharedWeights(learner.net.state_dict(), learner.updates)
     actors = Actors(
-        functools.partial(act, flags, spaces),
+        functools.partial(act, flags, spaces, own_code()),
         flags,
         buffers,
         weights,

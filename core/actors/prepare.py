@@ -117,6 +117,34 @@ def create_buffers(
     return shared_memory.RolloutBuffers(row, slabs)
 
 
+def names_of(*code: Any) -> list[str]:
+    """Return the full names of classes and functions, the same in all processes."""
+    modules = [getattr(x, "__module__", "") for x in code]
+    names = [getattr(x, "__qualname__", repr(x)) for x in code]
+    # The name of a program's main module in the processes that it starts.
+    modules = ["__main__" if m == "__mp_main__" else m for m in modules]
+    return [f"{module}.{name}" for module, name in zip(modules, names)]
+
+
+def check_code(*, program: list[str], actor: list[str]) -> None:
+    """Refuse an actor process without the code that a script has assigned.
+
+    Args:
+      program, actor: `names_of` the same code in the two processes.
+
+    Raises:
+      ConfigError: they differ; the message has the first difference.
+    """
+    for ours, theirs in zip(program, actor):
+        if ours != theirs:
+            raise ConfigError(
+                f"this program uses {ours}, but its actor processes have {theirs}: "
+                "they import the script again. Assign code of your own at the top "
+                'level of a script, not under if __name__ == "__main__" and not in a '
+                "notebook, or use --serial."
+            )
+
+
 def first_env_seeds(flags: argparse.Namespace, first_incarnation: int) -> list[int]:
     """Return the seeds of this learner's environments for their first games."""
     A, E = flags.num_actors, flags.envs_per_actor

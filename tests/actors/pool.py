@@ -59,7 +59,7 @@ class Pool:
         self.buffers = prepare.create_buffers(flags, spaces, net, outputs)
         self.weights = SharedWeights(net.state_dict(), 0)
         self.actors = Actors(
-            functools.partial(monobeast.act, flags, spaces),
+            functools.partial(monobeast.act, flags, spaces, monobeast.own_code()),
             flags,
             self.buffers,
             self.weights,

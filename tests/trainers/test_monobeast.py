@@ -301,27 +301,31 @@ def test_a_loss_that_is_not_finite_by_itself_is_told_where_to_look(fn, said):
     assert "look into the loss and Net.forward" in text
 
 
-class OwnNet(monobeast.Net):
-    """A network that the actors of another process do not have."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.more = torch.nn.Linear(5, 3)
+def create_own_env(flags, render_mode=None):
+    """Create an environment that the actors of another process do not have."""
+    return Catch()
 
 
 def main(argv: list[str]) -> int:
-    """Train, in this process only, with a network of its own."""
-    monobeast.Net = OwnNet
+    """Train with an environment that is assigned in this process only."""
+    monobeast.create_env = create_own_env
     return monobeast.main(argv)
 
 
-def test_a_network_that_only_the_learner_has_is_refused_in_one_line(start):
+def test_code_that_the_actors_do_not_have_is_refused_in_one_line(start):
     flags = ["--env", "Catch", "--num_actors", 1, "--start_method", "forkserver"]
     program = start(*flags, module=__name__)
     assert program.wait() == 78, program.text()
     last = program.text().splitlines()[-1]
-    assert last.startswith("ConfigError: the actors' network is not the learner's (")
-    assert "more.weight is none, the learner's is float[3,5]" in last
+    assert last.startswith(f"ConfigError: this program uses {__name__}.create_own_env,")
+    assert "but its actor processes have monobeast.create_env: they import the" in last
+
+
+def test_the_main_module_has_the_same_name_in_all_processes():
+    code = type("Net", (), {"__module__": "__main__"})
+    names = prepare.names_of(code, monobeast.Net)
+    code.__module__ = "__mp_main__"  # As multiprocessing calls it in a child.
+    assert prepare.names_of(code, monobeast.Net) == names
 
 
 def test_learn_loop_publishes_a_buffer_that_forward_assigns_anew(monkeypatch):
