@@ -572,7 +572,10 @@ def create_pool(
     # A batch has all observations that have arrived when an inference thread is free.
     # It has no minimum size, and nothing waits.
     inference_batcher = libtorchbeast.DynamicBatcher(
-        maximum_batch_size=MAX_INFERENCE_BATCH, timeout_ms=None, allocate=allocate
+        # The rows of one stream stay together.
+        maximum_batch_size=max(MAX_INFERENCE_BATCH, welcome.num_envs),
+        timeout_ms=None,
+        allocate=allocate,
     )
     actors = libtorchbeast.ActorPool(
         unroll_length=flags.unroll_length,

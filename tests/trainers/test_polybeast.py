@@ -22,9 +22,12 @@ import monobeast
 import nest
 import polybeast
 from core.algorithm.replay import Replay
+from core.environments import toys
 from core.nests import leaves, map_nest
 from core.remote import env_server
 from core.remote.frames import Steps, value_ranges
+from core.remote.messages import Hello
+from core.remote.service import ServerOptions, Service
 from core.running.supervise import start_thread
 from core.running.trace import Trace
 from tests import counting_env
@@ -339,6 +342,21 @@ def test_both_trainers_make_the_same_rollouts(tmp_path, kind):
             map_nest(np.testing.assert_array_equal, rollout, theirs)
             for a, b in zip(agent_state, theirs_state, strict=True):
                 np.testing.assert_array_equal(a[0], b)
+
+
+def test_one_stream_may_carry_more_environments_than_an_inference_batch():
+    num_envs = polybeast.MAX_INFERENCE_BATCH + 1
+    sizes = ["--batch_size", str(num_envs), "--envs_per_stream", str(num_envs)]
+    flags = polybeast.parse_flags(["--env", "Catch", "--seed", "7", *sizes])
+    options = ServerOptions(num_envs=num_envs)
+    welcome = Service(toys.Catch, options, np.zeros(1)).welcome(Hello())
+    _, batcher, _ = polybeast.create_pool(flags, 1, welcome, ())
+    rows = torch.zeros(1, num_envs)
+    answer = start_thread("stream", batcher.compute, rows)
+    wait_until(lambda: batcher.size() or answer.done())
+    if batcher.size():
+        next(batcher).set_outputs(rows + 1)
+    assert answer.result(timeout=DEADLINE_S).sum() == num_envs
 
 
 # ----------------------------------------------------------------------------- threads
