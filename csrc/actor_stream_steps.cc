@@ -4,6 +4,7 @@
 // agent and sends the Action. actor_stream.cc has the connection.
 
 #include <utility>
+#include <vector>
 
 #include "actor_stream.h"
 #include "agent_spec.h"
@@ -82,6 +83,7 @@ void ActorStream::receive(Segments message) {
 
     bool ends = false;
     Slab* complete = nullptr;
+    std::vector<Slabs::Move> moves;
     {
       std::lock_guard lock(run_.mu_);
       ++life.next_seq;
@@ -93,7 +95,10 @@ void ActorStream::receive(Segments message) {
       run_.in_slabs_ += K;
       ends = life.rollout.row == run_.options_.unroll_length;
       if (ends) {
+        Slab* const slab = life.rollout.slab;
         complete = run_.slabs_->finish_locked(life.rollout);
+        moves = run_.begin_moves_locked(*slab);
+        if (!moves.empty()) complete = moves[0].old;
         server_.failures = 0;
         server_.has_finished = true;
       } else {
@@ -105,7 +110,7 @@ void ActorStream::receive(Segments message) {
       ask_agent();
       return;
     }
-    if (complete) run_.deliver(complete);
+    if (complete) run_.deliver(complete, moves);
   } else {
     std::lock_guard lock(run_.mu_);
     ++life.next_seq;

@@ -321,22 +321,14 @@ void PoolRun::discard_rollout_locked(Rollout& rollout) {
   in_slabs_ -= steps;
 }
 
-// Enqueues a complete slab for the learner. If an older slab has waited for a
-// slow stream for too long, moves rollouts to complete the older one, and
-// enqueues that one instead.
-void PoolRun::deliver(Slab* slab) {
+// Enqueues a slab for the learner that is complete, after the moves.
+void PoolRun::deliver(Slab* slab, const std::vector<Slabs::Move>& moves) {
   const int64_t steps = options_.unroll_length * env_->columns;
+  for (const Slabs::Move& move : moves) slabs_->move(move, *agent_);
   std::unique_ptr<Slab> complete;
   {
-    Lock lock(mu_);
-    const std::vector<Slabs::Move> moves = begin_moves_locked(*slab);
-    if (!moves.empty()) {
-      lock.unlock();
-      for (const Slabs::Move& move : moves) slabs_->move(move, *agent_);
-      lock.lock();
-      finish_moves_locked(moves);
-      slab = moves[0].old;
-    }
+    std::lock_guard lock(mu_);
+    if (!moves.empty()) finish_moves_locked(moves);
     complete = slabs_->remove_locked(slab);
     in_slabs_ -= steps;
     enqueued_ += steps;
@@ -359,6 +351,8 @@ void PoolRun::deliver(Slab* slab) {
   }
 }
 
+// If an older slab than `young` has waited for a slow stream for too long,
+// begins the moves that complete the older one.
 std::vector<Slabs::Move> PoolRun::begin_moves_locked(Slab& young) {
   std::vector<Slabs::Move> moves =
       slabs_->plan_moves_locked(young, [this](size_t stream) {

@@ -68,7 +68,7 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   void avoid_locked(const std::string& address, Clock::time_point until);
   const EnvSpec* set_env(EnvSpec env);
   void discard_rollout_locked(Rollout& rollout);
-  void deliver(Slab* slab);
+  void deliver(Slab* slab, const std::vector<Slabs::Move>& moves);
   std::vector<Slabs::Move> begin_moves_locked(Slab& young);
   void finish_moves_locked(const std::vector<Slabs::Move>& moves);
   bool give_place_locked(ActorStream& stream);

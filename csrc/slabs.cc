@@ -190,7 +190,14 @@ void Slabs::write_state(const Rollout& rollout,
 
 std::vector<Slabs::Move> Slabs::plan_moves_locked(
     Slab& young, const std::function<bool(size_t)>& may_move) {
+  using State = Slab::Lane::State;
   const uint64_t lanes = young.lanes.size();
+  std::vector<size_t> finished;
+  for (size_t i = 0; i < lanes; ++i) {
+    if (young.lanes[i].state == State::kFinished) finished.push_back(i);
+  }
+  // A frozen slab that is not complete is part of a move.
+  if (young.frozen && finished.size() < lanes) return {};
   // Without slow streams, the rollouts are spread over at most this many slabs.
   // An incomplete slab that is older than `young` by more waits for a slow
   // stream.
@@ -202,13 +209,18 @@ std::vector<Slabs::Move> Slabs::plan_moves_locked(
     bool possible = true;
     for (size_t i = 0; i < lanes; ++i) {
       const Slab::Lane& lane = old->lanes[i];
-      if (lane.state == Slab::Lane::State::kFinished) continue;
-      possible = possible && (lane.state == Slab::Lane::State::kFree ||
-                              may_move(lane.rollout->stream));
-      moves.push_back({old.get(), i, &young, moves.size(), lane.rollout});
+      if (lane.state == State::kFinished) continue;
+      possible = possible && moves.size() < finished.size() &&
+                 (lane.state == State::kFree || may_move(lane.rollout->stream));
+      if (!possible) break;
+      moves.push_back(
+          {old.get(), i, &young, finished[moves.size()], lane.rollout});
     }
     if (!possible || moves.size() == lanes) continue;
-    old->frozen = true;
+    old->frozen = young.frozen = true;
+    for (const Move& move : moves) {
+      young.lanes[move.young_lane].state = State::kTaken;
+    }
     return moves;
   }
   return {};

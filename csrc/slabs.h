@@ -40,8 +40,8 @@ struct Slab {
 
   uint64_t serial = 0;      // Guarded by the lock. Slabs count from 0.
   std::vector<Lane> lanes;  // Guarded by the lock.
-  // Guarded by the lock. No lane may be claimed, as the slab is complete or
-  // part of a move.
+  // Guarded by the lock. No lane may be claimed, and no move may begin, as the
+  // slab is complete or part of a move.
   bool frozen = false;
   // The arrays of the batch: [T + 1, C, ...] of the environments and of the
   // agent's outputs, and the agent's state before row 0.
@@ -61,6 +61,8 @@ struct Slab {
 //   discard     frees the lane of a rollout that was cut short.
 //   plan_moves, move, finish_moves
 //               complete an old slab with finished rollouts of a younger one.
+//               So slow rollouts gather in few slabs, and finished ones do not
+//               wait for them.
 // "The lock" is PoolRun::mu_. Methods that end in _locked need it. Call the
 // others without it: they allocate memory, which may need the GIL, or copy many
 // bytes.
@@ -115,9 +117,11 @@ class Slabs {
 
   // Moves.
 
-  // Plans how the complete slab `young` completes an older slab that has waited
-  // for a slow stream for too long. Empty if there is none, or if one of its
-  // streams cannot be moved now: `may_move(stream)` is false.
+  // Plans how finished rollouts of the slab `young` complete an older slab that
+  // has waited for a slow stream for too long. Empty if there is none, if
+  // `young` has too few of them, or if a slow stream cannot be moved now:
+  // `may_move(stream)` is false. Until finish_moves_locked() nobody has the
+  // lanes of the finished rollouts.
   std::vector<Move> plan_moves_locked(
       Slab& young, const std::function<bool(size_t)>& may_move);
   // Copies the bytes of the two rollouts.

@@ -2,6 +2,7 @@
 
 #include "slabs.h"
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -168,6 +169,53 @@ TEST(a_move_completes_the_older_slab_and_keeps_every_byte_of_both_rollouts) {
   // The old one can be delivered; the young one waits for the slow stream.
   CHECK(small.slabs.remove_locked(old).get() == old);
   CHECK(small.slabs.finish_locked(slow) == young);
+}
+
+TEST(a_slab_that_is_not_complete_completes_an_older_one_too) {
+  SmallSlabs small;
+  const auto plan = [&](Slab& young) {
+    return small.slabs.plan_moves_locked(young, [](size_t) { return true; });
+  };
+  // Each slab waits for a slow rollout, so none would ever be complete.
+  std::array<Rollout, 3> slow{Rollout{7}, Rollout{8}, Rollout{9}};
+  std::array<Slab*, 3> slabs{};
+  const auto finish_one = [&](int mark) {
+    Rollout rollout;
+    small.claim(rollout);
+    small.fill(rollout, mark);
+    CHECK(small.slabs.finish_locked(rollout) == nullptr);
+  };
+  for (size_t i = 0; i < slow.size(); ++i) {
+    small.claim(slow[i]);
+    slow[i].row = 2;
+    small.fill(slow[i], 100);
+    slabs[i] = slow[i].slab;
+    if (i < 2) {
+      finish_one(10);
+      finish_one(20);
+      CHECK(plan(*slabs[i]).empty());
+    }
+  }
+  CHECK(plan(*slabs[2]).empty());  // It has no finished rollout.
+  Rollout last;
+  finish_one(30);
+  small.claim(last);
+  CHECK(last.slab == slabs[2]);
+  const auto moves = plan(*slabs[2]);
+  CHECK_EQ(moves.size(), 1u);
+  CHECK(moves[0].old == slabs[0]);
+  // Meanwhile the other rollouts of the young slab go on.
+  CHECK(small.slabs.finish_locked(last) == nullptr);
+  CHECK(plan(*slabs[2]).empty());
+  small.slabs.move(moves[0], small.agent);
+  small.slabs.finish_moves_locked(moves);
+  CHECK(slow[0].slab == slabs[2]);
+  small.check(*slabs[2], slow[0].lane, 100, slow[0].row + 1);
+  small.check(*slabs[0], 0, 30, kT + 1);
+  CHECK(small.slabs.remove_locked(slabs[0]).get() == slabs[0]);
+  // The slow ones complete the slab in which they have gathered.
+  CHECK(small.slabs.finish_locked(slow[2]) == nullptr);
+  CHECK(small.slabs.finish_locked(slow[0]) == slabs[2]);
 }
 
 // --- Slabs in a pool ---------------------------------------------------------
@@ -360,9 +408,13 @@ void check_no_step_outlives_its_stream(int64_t rows) {
   checker.check(*rig.queue->dequeue_many());
   rig.answer_batch();
   other.take_action();
-  play(rig, other, 2 * kT - 1);
-  other.step();
+  play(rig, other, kT - 1);
+  other.step();  // This rollout completes the slab, and theirs moves.
   checker.check(*rig.queue->dequeue_many());
+  rig.answer_batch();
+  other.take_action();
+  play(rig, other, kT - 1);
+  other.step();
 
   again.step();
   wait_until([&] {
