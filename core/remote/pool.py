@@ -121,11 +121,12 @@ def check_memory(
     }
     row_bytes = sum(spec.nbytes for _, spec in leaves(row))
     # Memory for: one rollout of each environment, which is unfinished or waits for room
-    # in the queue; the rollouts in the queue; the batches of the learner threads; and
-    # one batch that is not full yet.
+    # in the queue; as many finished rollouts, in batches that wait for an environment
+    # that takes several times as long as others (otherwise there are few); the rollouts
+    # in the queue; the batches of the learner threads; and one batch that is not full.
     batches = 1 + flags.num_learner_threads
     new = new_rollouts(flags)
-    num = num_envs + flags.max_learner_queue_size + new * batches
+    num = 2 * num_envs + flags.max_learner_queue_size + new * batches
     advice = "--max_learner_queue_size, --batch_size or --unroll_length"
     if flags.replay_ratio:
         # The replay, which keeps its oldest batch until all rollouts of the batch have

@@ -613,7 +613,7 @@ def test_a_run_writes_what_it_did(train, run_dir):
     assert "Done: 400 steps." in text
     assert f"Serving {env} at unix:" in text
     assert "Network MLPTorso" in text and "learning on cpu, acting on cpu" in text
-    assert "Preflight: memory: 28 rollouts need" in text  # 4, 12 and three batches.
+    assert "Preflight: memory: 32 rollouts need" in text  # 8, 12 and three batches.
 
     rows = log_rows(run_dir)
     assert [int(row["step"]) for row in rows] == sorted(

@@ -114,16 +114,16 @@ def test_a_replay_that_does_not_fit_into_memory_is_refused(caplog):
     flags = SimpleNamespace(**sizes, replay_capacity=60)
     with caplog.at_level("INFO"):
         pool.check_memory(flags, spaces, outputs, 4)
-    # 4 and 3, three batches of 3 new ones, 60 and 3 in the replay, two batches of 6.
-    assert "memory: 91 rollouts need" in caplog.text
+    # 8 and 3, three batches of 3 new ones, 60 and 3 in the replay, two batches of 6.
+    assert "memory: 95 rollouts need" in caplog.text
     flags = SimpleNamespace(**sizes, replay_capacity=10**10)
     with pytest.raises(ConfigError, match="Lower --replay_capacity, --max_learner_que"):
         pool.check_memory(flags, spaces, outputs, 4)
     sizes |= {"replay_ratio": 0, "max_learner_queue_size": 10**9}
     with pytest.raises(ConfigError) as error:
         pool.check_memory(SimpleNamespace(**sizes), spaces, outputs, 6)
-    # One of each environment, and three batches of 6.
-    said = r"memory: 1000000024 rollouts need ([\d,.]+) MiB, have ([\d,.]+) MiB. "
+    # Two of each environment, and three batches of 6.
+    said = r"memory: 1000000030 rollouts need ([\d,.]+) MiB, have ([\d,.]+) MiB. "
     said += "Lower --max_learner_queue_size"
     need, have = re.match(said, str(error.value)).groups()
     # A row of Catch: 50 floats, and 67 bytes of all else.
