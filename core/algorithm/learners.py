@@ -28,7 +28,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -182,15 +182,17 @@ class Learners:
         return self.reports
 
     def check_weights(self, net: nn.Module) -> None:
-        """Compare checksums of the weights of all learners.
+        """Compare checksums of all learners' parameters; share learner 0's buffers.
+
+        The buffers differ if `forward` writes to them, as that of a BatchNorm does.
 
         Raises:
-          RuntimeError: they differ.
+          RuntimeError: the parameters differ.
         """
         checksum = 0
-        for x in net.state_dict().values():
-            bits = x.cpu().contiguous().flatten().view(torch.uint8)
-            checksum = zlib.crc32(bits.numpy(), checksum)
+        for x in net.parameters():
+            bits = x.detach().cpu().contiguous().flatten().view(torch.uint8)
+            checksum = zlib.crc32(bits.numpy().data, checksum)
         found = [int(x) for x in self.gather(torch.tensor(checksum))]
         if len({*found}) > 1:
             raise RuntimeError(
@@ -199,6 +201,7 @@ class Learners:
                 "random numbers, or change weights, in learner 0 only? Or does one "
                 "learner's processor round differently?"
             )
+        self._share(net.buffers())
 
     # ------------------------------------------------------- at the start of a run
 
@@ -223,7 +226,11 @@ class Learners:
           ConfigError: the networks differ, or the processors that learn.
         """
         agreement.check_networks(net, self.rank, self.collect)
-        for x in net.state_dict().values():
+        self._share(net.state_dict().values())
+
+    def _share(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy learner 0's tensors to those of the other learners."""
+        for x in tensors:
             on_cpu = x.cpu()
             with self._waiting():
                 dist.broadcast(on_cpu, 0)

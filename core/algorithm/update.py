@@ -218,7 +218,7 @@ class Learner:
             )
 
     def _meet_learners(self, learners: Learners) -> None:
-        """After an update: send learner 0 its report; compare the weights."""
+        """After an update: send learner 0 its report; now and then compare weights."""
         learners.is_over = self.finished() or self.stopped
         if learners.is_report_due or learners.is_over:
             with self.lock:

@@ -189,4 +189,5 @@ def name_changed_flags(
         why = "No flag has changed since then, but the code or the environment has."
         if lines:
             why = checkpoint.printable(f"Since then {'; '.join(lines)}.")
+            why += " The code may have changed, too."
         raise checkpoint.CheckpointMismatch(f"{error}. {why}") from None

@@ -179,6 +179,22 @@ def test_weights_that_differ_are_noticed(together):
     assert errors.keys() == {0, 1}
 
 
+def write_to_a_buffer(flags, rank, size, folder):
+    learner = monobeast.create_learner(flags, Spaces(VECTOR, ACTIONS))
+    learner.net.register_buffer("mean", torch.full((2,), float(rank + 5)))
+    learner.learners.check_weights(learner.net)
+    torch.save(learner.net.mean, folder / f"{rank}.pt")
+    return Exit.DONE
+
+
+def test_learners_get_learner_0s_buffers_as_forward_may_write_to_them(
+    together, tmp_path
+):
+    assert together(write_to_a_buffer) == {}
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt").tolist() == [5.0, 5.0]
+
+
 def learn_on_another_processor(flags, rank, size, folder):
     agreement.processor_of = lambda device: f"a CPU (model {rank})"
     learner = monobeast.create_learner(flags, Spaces(VECTOR, ACTIONS))
