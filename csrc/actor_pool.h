@@ -140,7 +140,7 @@ struct PoolStats {
 //   stop  ends run() and returns when run() has ended. Any thread may call it,
 //         at any time and more than once, except the transport's threads.
 //         Blocks, except in a signal handler that interrupts run(): then run()
-//         ends after the handler.
+//         ends after the handler. A signal handler that raises ends the wait.
 //   set_addresses
 //         replaces the list of addresses, also while run() is going. An address
 //         that comes n times gets n streams. Streams whose addresses stay are

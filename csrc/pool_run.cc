@@ -94,7 +94,7 @@ void PoolRun::stop() {
   stopping_ = true;
   changed_.notify_all();
   if (thread_ == std::this_thread::get_id()) return;  // A signal handler.
-  changed_.wait(lock, [&] { return !running_; });
+  while (running_) wait_interruptibly(lock, changed_);
 }
 
 size_t PoolRun::set_addresses(const std::vector<std::string>& addresses) {

@@ -1018,6 +1018,46 @@ def test_a_signal_handler_that_raises_while_run_is_ending_raises_its_error(backg
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_signal_ends_a_stop_that_waits_for_a_thread_that_hangs(background):
+    allocates, stops, interrupted, end = (threading.Event() for _ in range(4))
+
+    def allocate(nbytes: int) -> bytearray:
+        allocates.set()
+        end.wait(DEADLINE_S)  # As a driver that hangs.
+        return bytearray(nbytes)
+
+    def handle(signum, frame):
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def send() -> bool:
+        stops.wait(DEADLINE_S)
+        os.kill(os.getpid(), signal.SIGALRM)
+        try:
+            return interrupted.wait(5.0)
+        finally:
+            end.set()
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            address = f"unix:{folder}/s"
+            with served(toys.Catch, address, num_envs=1):
+                queue = BatchingQueue(allocate=allocate)
+                pool = ActorPool(5, queue, DynamicBatcher(), [address], ())
+                runs = background(pool.run)
+                wait_until(allocates.is_set)
+                with pytest.raises(KeyboardInterrupt):
+                    sent = background(send)
+                    stops.set()
+                    pool.stop()
+                assert sent.result(DEADLINE_S)
+                pool.stop()
+                runs.result(DEADLINE_S)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 FORK = """
 import libtorchbeast, os, sys, threading
 queue, batcher = libtorchbeast.BatchingQueue(), libtorchbeast.DynamicBatcher()
