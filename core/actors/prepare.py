@@ -120,7 +120,8 @@ def create_buffers(
 def names_of(*code: Any) -> list[str]:
     """Return the full names of classes and functions, the same in all processes."""
     modules = [getattr(x, "__module__", "") for x in code]
-    names = [getattr(x, "__qualname__", repr(x)) for x in code]
+    # A functools.partial has no name, and its repr has an address.
+    names = [getattr(x, "__qualname__", type(x).__qualname__) for x in code]
     # The name of a program's main module in the processes that it starts.
     modules = ["__main__" if m == "__mp_main__" else m for m in modules]
     return [f"{module}.{name}" for module, name in zip(modules, names)]

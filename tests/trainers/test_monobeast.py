@@ -2,6 +2,7 @@
 """MonoBeast: acting and learning, against rollouts that arithmetic can check."""
 
 import copy
+import functools
 import json
 from types import SimpleNamespace
 
@@ -326,6 +327,11 @@ def test_the_main_module_has_the_same_name_in_all_processes():
     names = prepare.names_of(code, monobeast.Net)
     code.__module__ = "__mp_main__"  # As multiprocessing calls it in a child.
     assert prepare.names_of(code, monobeast.Net) == names
+
+
+def test_a_partial_has_the_same_name_in_all_processes():
+    ours, theirs = (functools.partial(lambda: None) for _ in range(2))
+    assert prepare.names_of(ours) == prepare.names_of(theirs) == ["functools.partial"]
 
 
 def test_learn_loop_publishes_a_buffer_that_forward_assigns_anew(monkeypatch):
