@@ -191,8 +191,7 @@ class Learners:
         """
         checksum = 0
         for x in net.parameters():
-            bits = x.detach().cpu().contiguous().flatten().view(torch.uint8)
-            checksum = zlib.crc32(bits.numpy().data, checksum)
+            checksum = zlib.crc32(_bytes_of(x).numpy().data, checksum)
         found = [int(x) for x in self.gather(torch.tensor(checksum))]
         if len({*found}) > 1:
             raise RuntimeError(
@@ -201,7 +200,9 @@ class Learners:
                 "random numbers, or change weights, in learner 0 only? Or does one "
                 "learner's processor round differently?"
             )
-        self._share(net.buffers())
+        parameters = {name for name, _ in net.named_parameters()}
+        weights = net.state_dict()  # Not the buffers that are not persistent.
+        self._share(x for name, x in weights.items() if name not in parameters)
 
     # ------------------------------------------------------- at the start of a run
 
@@ -231,10 +232,10 @@ class Learners:
     def _share(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy learner 0's tensors to those of the other learners."""
         for x in tensors:
-            on_cpu = x.cpu()
+            on_cpu = _bytes_of(x)
             with self._waiting():
                 dist.broadcast(on_cpu, 0)
-            x.copy_(on_cpu)
+            x.copy_(on_cpu.view(x.dtype).view_as(x))
 
     def _wait_for_all(self) -> None:
         """Wait until all learners have connected to the store.
@@ -511,6 +512,11 @@ def check_host(flag: str, host: str) -> None:
                     f"{why}. Give the name or IP address of learner 0's machine."
                 ) from error
         time.sleep(0.5)
+
+
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, on the CPU: gloo has not all dtypes and strides."""
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
 def _has_torchrun() -> bool:

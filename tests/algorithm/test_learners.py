@@ -2,6 +2,7 @@
 """Several learners do the updates that one learner does with the whole batch."""
 
 import concurrent.futures
+import json
 import os
 import signal
 import socket
@@ -179,20 +180,28 @@ def test_weights_that_differ_are_noticed(together):
     assert errors.keys() == {0, 1}
 
 
-def write_to_a_buffer(flags, rank, size, folder):
+def write_to_buffers(flags, rank, size, folder):
     learner = monobeast.create_learner(flags, Spaces(VECTOR, ACTIONS))
-    learner.net.register_buffer("mean", torch.full((2,), float(rank + 5)))
+    x = torch.full((6,), float(rank + 5))
+    buffers = {"mean": x, "strided": x.clone()[::2], "int16": x.to(torch.int16)}
+    for name, buffer in buffers.items():
+        learner.net.register_buffer(name, buffer)
+    learner.net.register_buffer("own", x[:1].clone().expand(3), persistent=False)
     learner.learners.check_weights(learner.net)
-    torch.save(learner.net.mean, folder / f"{rank}.pt")
+    names = [*buffers, "own"]
+    values = {name: getattr(learner.net, name).tolist() for name in names}
+    (folder / f"{rank}.json").write_text(json.dumps(values))
     return Exit.DONE
 
 
 def test_learners_get_learner_0s_buffers_as_forward_may_write_to_them(
     together, tmp_path
 ):
-    assert together(write_to_a_buffer) == {}
+    assert together(write_to_buffers) == {}
     for rank in range(2):
-        assert torch.load(tmp_path / f"{rank}.pt").tolist() == [5.0, 5.0]
+        values = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert values.pop("own") == [rank + 5] * 3  # No part of the weights.
+        assert values == {"mean": [5] * 6, "strided": [5] * 3, "int16": [5] * 6}
 
 
 def learn_on_another_processor(flags, rank, size, folder):
