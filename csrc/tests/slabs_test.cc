@@ -177,8 +177,8 @@ TEST(a_slab_that_is_not_complete_completes_an_older_one_too) {
     return small.slabs.plan_moves_locked(young, [](size_t) { return true; });
   };
   // Each slab waits for a slow rollout, so none would ever be complete.
-  std::array<Rollout, 3> slow{Rollout{7}, Rollout{8}, Rollout{9}};
-  std::array<Slab*, 3> slabs{};
+  std::array<Rollout, 4> slow{Rollout{6}, Rollout{7}, Rollout{8}, Rollout{9}};
+  std::array<Slab*, 4> slabs{};
   const auto finish_one = [&](int mark) {
     Rollout rollout;
     small.claim(rollout);
@@ -190,32 +190,35 @@ TEST(a_slab_that_is_not_complete_completes_an_older_one_too) {
     slow[i].row = 2;
     small.fill(slow[i], 100);
     slabs[i] = slow[i].slab;
-    if (i < 2) {
+    if (i < 3) {
       finish_one(10);
       finish_one(20);
-      CHECK(plan(*slabs[i]).empty());
     }
+    if (i < 2) CHECK(plan(*slabs[i]).empty());  // None is old enough.
   }
-  CHECK(plan(*slabs[2]).empty());  // It has no finished rollout.
+  Slab* const young = slabs[3];
+  CHECK(plan(*young).empty());  // It has no finished rollout.
   Rollout last;
   finish_one(30);
   small.claim(last);
-  CHECK(last.slab == slabs[2]);
-  const auto moves = plan(*slabs[2]);
+  CHECK(last.slab == young);
+  const auto moves = plan(*young);
   CHECK_EQ(moves.size(), 1u);
   CHECK(moves[0].old == slabs[0]);
-  // Meanwhile the other rollouts of the young slab go on.
+  // Meanwhile the other rollouts of the young slab end. It is not complete, and
+  // no other move may begin, although the next old slab waits.
   CHECK(small.slabs.finish_locked(last) == nullptr);
-  CHECK(plan(*slabs[2]).empty());
+  CHECK(plan(*young).empty());
+  CHECK(small.slabs.finish_locked(slow[3]) == nullptr);
+  CHECK(plan(*young).empty());
   small.slabs.move(moves[0], small.agent);
   small.slabs.finish_moves_locked(moves);
-  CHECK(slow[0].slab == slabs[2]);
-  small.check(*slabs[2], slow[0].lane, 100, slow[0].row + 1);
+  CHECK(slow[0].slab == young);
+  small.check(*young, slow[0].lane, 100, slow[0].row + 1);
   small.check(*slabs[0], 0, 30, kT + 1);
   CHECK(small.slabs.remove_locked(slabs[0]).get() == slabs[0]);
-  // The slow ones complete the slab in which they have gathered.
-  CHECK(small.slabs.finish_locked(slow[2]) == nullptr);
-  CHECK(small.slabs.finish_locked(slow[0]) == slabs[2]);
+  // The slow rollout completes the slab to which it has moved.
+  CHECK(small.slabs.finish_locked(slow[0]) == young);
 }
 
 // --- Slabs in a pool ---------------------------------------------------------
