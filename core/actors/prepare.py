@@ -142,7 +142,7 @@ def check_code(*, program: list[str], actor: list[str]) -> None:
                 f"this program uses {ours}, but its actor processes have {theirs}: "
                 "they import the script again. Assign code of your own at the top "
                 'level of a script, not under if __name__ == "__main__" and not in a '
-                "notebook, or use --serial."
+                "notebook or a package's __main__.py, or use --serial."
             )
 
 
