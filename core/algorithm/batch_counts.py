@@ -67,7 +67,8 @@ class BatchCounts:
             return parts
         new, _ = replay.split(batch)
         num_new = new["done"].shape[1]
-        stale = map_nest(lambda x: x[:, is_stale[:num_new]], new)
+        counted = {key: new[key] for key in ("done", "episode_return", "info")}
+        stale = map_nest(lambda x: x[:, is_stale[:num_new]], counted)
         self.stale += stale["done"].shape[1]
         self.rows["stale"] += stale["done"][1:].size
         self._add_games(stale)
