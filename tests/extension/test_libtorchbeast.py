@@ -1034,7 +1034,7 @@ def test_a_signal_ends_a_stop_that_waits_for_a_thread_that_hangs(background):
         stops.wait(DEADLINE_S)
         os.kill(os.getpid(), signal.SIGALRM)
         try:
-            return interrupted.wait(5.0)
+            return interrupted.wait(DEADLINE_S / 2)
         finally:
             end.set()
 
