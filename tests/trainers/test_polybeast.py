@@ -236,22 +236,24 @@ def test_a_lost_stream_never_carries_its_state_or_rollout_on(tmp_path):
 def test_the_ledger_adds_up_in_a_storm_of_lost_servers(tcp, tmp_path):
     make = counting_env.make
     with Play(make, tmp_path, agent=random_agent, servers=2, tcp=tcp) as play:
-        learned = 0
-        for i in range(10):
-            play.restart_server(i % 2)
-            for _ in range(2):
-                rows, _ = play.next_batch()
-                learned += T * B
-            stats = play.actors.stats()
-            assert stats["received"] == (
-                stats["dequeued"] + stats["discarded"] + stats["in_flight"]
-            )
         actors = play.actors
+        learned, restarts, discarded = 0, 0, 0
+        # A server may happen to stop between two rollouts, and costs no step then.
+        while restarts < 10 or discarded == 0:
+            play.restart_server(restarts % 2)
+            restarts += 1
+            for _ in range(2):
+                play.next_batch()
+                learned += T * B
+            stats = actors.stats()
+            discarded = stats["discarded"]
+            assert stats["received"] == (
+                stats["dequeued"] + discarded + stats["in_flight"]
+            )
     stats = actors.stats()
     assert stats["in_flight"] == 0
     assert stats["dequeued"] == learned
     assert stats["received"] == learned + stats["discarded"]
-    assert stats["discarded"] > 0
 
 
 def test_a_stream_with_a_value_out_of_range_is_lost_and_named(tmp_path):
