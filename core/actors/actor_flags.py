@@ -122,5 +122,5 @@ def set_learner_threads(
 def describe_actors(flags: argparse.Namespace) -> str:
     """Return a line about the actors for the log. Call `set_actors` first."""
     A, E = flags.num_actors, flags.envs_per_actor
-    where = "groups in one process" if flags.serial else "processes"
-    return f"Actors: {A} {where}, environments in each: {E}, in all: {A * E}"
+    where = "in one process" if flags.serial else "each a process"
+    return f"Actors: {A}, {where}; environments in each: {E}, in all: {A * E}"

@@ -423,7 +423,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_traceback(
     program = start(*ASYNC, *fast, "--env", env, "--xpid", "x")
     assert program.wait() == 70, program.text()
     text = program.text()
-    assert "Actors: 1 processes, environments in each: 2, in all: 2" in text
+    assert "Actors: 1, each a process; environments in each: 2, in all: 2" in text
     assert "ActorError" in text and "5 times in a row" in text
     assert "OSError: the simulator is out of coffee" in text
     assert load(tmp_path / "runs" / "x").step == 0
