@@ -121,6 +121,9 @@ def stop_without_learners() -> None:
         shutil.rmtree(os.environ.get(ranks.STATUS_DIR, ""), ignore_errors=True)
         os._exit(Exit.STOPPED)
 
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # `nohup`. For all threads
+        # and for the learners: torchrun would replace SIG_IGN by a handler.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     signals, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

@@ -130,6 +130,30 @@ def test_a_signal_before_there_are_learners_is_a_stop(start_program, tmp_path, m
     assert list(tmp_path.glob("tmp*")) == []
 
 
+LEARNER = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: exit(75))
+print("learner runs", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_after_nohup_the_end_of_the_terminal_stops_no_learner(start_program, tmp_path):
+    script = tmp_path / "learner.py"
+    script.write_text(LEARNER)
+    program = start_program(
+        *("nohup", sys.executable, "-m", "tools.learners"),
+        *("--standalone", "--nproc_per_node", "1", script),
+    )
+    program.wait_for_text("learner runs")
+    for process in (program, *program.family()):
+        os.kill(process.pid, signal.SIGHUP)
+    os.kill(program.pid, signal.SIGTERM)  # Python would handle SIGHUP first.
+    assert program.wait() == 75, program.text()
+    assert "closing signal SIGTERM" in program.text()
+
+
 # It does not stop in time after a signal, so torchrun kills it.
 KILLED = """
 import os, signal
