@@ -62,6 +62,8 @@ def record_status(status: int) -> None:
     """Write the exit status of this learner for tools.learners, if that started it."""
     if (folder := os.environ.get(STATUS_DIR)) is not None:
         with contextlib.suppress(OSError):
+            # Some machines delete old files in /tmp.
+            Path(folder).mkdir(mode=0o700, exist_ok=True)
             Path(folder, str(rank())).write_text(str(int(status)))
 
 

@@ -72,6 +72,9 @@ def run_learners(statuses: Path) -> int:
         print(f"ConfigError: {describe_taken_port(args)}", file=sys.stderr)
         return Exit.CONFIG
     except SignalException:  # torchrun has handed it on, and waited for the learners.
+        if not statuses.exists():  # It was deleted, and no learner has ended since.
+            print("All learners of this machine were killed", file=sys.stderr)
+            return Exit.INTERNAL
         for path in sorted(statuses.iterdir(), key=lambda path: int(path.name)):
             text = path.read_text()
             status = int(text or Exit.INTERNAL)

@@ -9,6 +9,7 @@ import argparse
 import faulthandler
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -176,6 +177,20 @@ def test_a_learner_that_could_not_write_its_status_counts_as_failed(
     monkeypatch.setattr("sys.argv", ["learners", "-m", "polybeast"])
     assert learners.main() == 70
     assert "Learner 0 could not write its status" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_ended, status", [(True, 75), (False, 70)])
+def test_the_folder_of_the_statuses_may_be_deleted(monkeypatch, has_ended, status):
+    def torchrun(argv):
+        ranks.record_status(70)  # As Run.open does.
+        shutil.rmtree(os.environ[ranks.STATUS_DIR])
+        if has_ended:
+            ranks.record_status(75)
+        raise SignalException("", signal.SIGTERM)
+
+    monkeypatch.setattr(run, "main", torchrun)
+    monkeypatch.setattr("sys.argv", ["learners", "-m", "polybeast"])
+    assert learners.main() == status
 
 
 def test_after_a_signal_a_learner_that_was_killed_is_told(monkeypatch, capsys):
