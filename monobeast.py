@@ -30,10 +30,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if __name__ == "__main__":
-    from core.imports import end_at_signals, explain_missing_packages
+    from core import imports
 
-    end_at_signals()  # Until the program handles them itself.
-    explain_missing_packages()
+    imports.end_at_signals()  # Until the program handles them itself.
+    imports.open_closed_streams()
+    imports.explain_missing_packages()
 
 import argparse
 import concurrent.futures

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may happen while a program imports its packages: a signal, a missing package.
+"""What programs do before they import packages: signals, standard streams, errors.
 
 Imports nothing but the standard library: a program calls this module's functions before
 it imports anything else.
@@ -29,6 +29,21 @@ def end_at_signals() -> None:
             signal.signal(signum, lambda signum, _: os._exit(128 + signum))
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed, as by `2>&-`.
+
+    Otherwise the program's next files would get these descriptors, and what C libraries
+    print would be written into these files.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = open(os.devnull, "r+")
+            os.dup2(null.fileno(), fd)
+            os.set_inheritable(fd, True)  # If `null` itself has this descriptor.
+            setattr(sys, name, null)
+            setattr(sys, f"__{name}__", null)
 
 
 def explain_missing_packages() -> None:

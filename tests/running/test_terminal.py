@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -412,3 +413,28 @@ def test_a_main_loop_may_log_what_child_processes_write_without_a_thread(caplog)
     assert [record.getMessage() for record in caplog.records] == ["one", "half two"]
     output.close()
     assert caplog.records[-1].getMessage() == "last"
+
+
+CLOSED = "exec {} -m {} <&- >&- 2>&-"  # The shell closes the three streams.
+
+
+def test_a_run_needs_no_open_standard_streams(tmp_path):
+    flags = f"--env Catch --serial --total_steps 640 --savedir {tmp_path} --xpid x"
+    command = CLOSED.format(sys.executable, f"monobeast {flags}")
+    assert subprocess.run(["sh", "-c", command], cwd=ROOT).returncode == 0
+    assert "Done" in (tmp_path / "x/out.log").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_no_file_of_a_server_gets_the_descriptor_of_a_closed_stream(
+    start_program, folder
+):
+    flags = f"--env Catch --num_servers 1 --server_address unix:{folder}/env"
+    command = CLOSED.format(sys.executable, f"polybeast_env {flags}")
+    program = start_program("sh", "-c", command)
+    program.wait_for((folder / "env").exists)
+    for process in (program, *program.family()):
+        for fd in (0, 1, 2):
+            assert os.readlink(f"/proc/{process.pid}/fd/{fd}") == os.devnull
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 0
