@@ -522,7 +522,12 @@ def run_all(sweep: Sweep) -> bool:
                     if user := user_of(run):
                         run.state, run.error = "in use", f"by {user}"
                         continue
-                    start(run, free_cores[: sweep.cores], free_gpus[: sweep.gpus])
+                    try:
+                        start(run, free_cores[: sweep.cores], free_gpus[: sweep.gpus])
+                    except OSError as error:  # Such as a full disk: the others go on.
+                        run.state, run.error = "failed", str(error)
+                        queue.remove(run)
+                        continue
                     del free_cores[: sweep.cores], free_gpus[: sweep.gpus]
                     queue.remove(run)
                     running.append(run)

@@ -264,6 +264,19 @@ def test_a_failed_run_is_reported_does_not_stop_the_others_and_is_tried_again(
     assert [len(starts(tmp_path / "runs" / name)) for name in "12"] == [2, 1]
 
 
+def test_a_run_that_cannot_be_started_fails_and_does_not_stop_the_others(
+    toml, tmp_path
+):
+    path = toml(FAKE + "[grid]\nseed = [1, 2, 3]")
+    in_the_way = tmp_path / "runs" / "2" / "sweep.log"  # An error like a full disk's.
+    in_the_way.mkdir(parents=True)
+    assert sweep.main([str(path)]) == 70
+    assert states(tmp_path) == ["finished", "failed", "finished"]
+    assert "Is a directory" in summary(tmp_path)[1]["error"]
+    in_the_way.rmdir()
+    assert sweep.main([str(path)]) == 0
+
+
 def test_what_a_program_says_of_bad_flags_is_kept(toml, tmp_path):
     path = toml(FAKE + "[flags]\nno_such_flag = 1\n[grid]\nseed = [1]")
     assert sweep.main([str(path)]) == 70
