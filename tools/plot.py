@@ -101,8 +101,8 @@ def find_runs(folders: Iterable[Path], y: str = RETURN) -> list[Run]:
         inside = [path.parent for path in logs if path.exists()]
         if not inside:
             raise SystemExit(f"{folder}: no run, and no folder of runs: no logs.csv")
-        # A link is `latest`, which is there under its own name too.
-        found += [run for run in inside if run == folder or not run.is_symlink()]
+        # `latest` is there under its own name, too.
+        found += [run for run in inside if run == folder or run.name != "latest"]
     runs = [read_run(folder, y) for folder in found]
     for run in runs:
         if not run.rows:

@@ -72,9 +72,15 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
 
 
 def link_latest(run_dir: Path) -> None:
-    """Make `savedir/latest` a link to the folder of a run."""
+    """Make `savedir/latest` a link to `savedir/xpid`.
+
+    Args:
+      run_dir: `savedir/xpid`, which may be a link to a folder on another disk.
+    """
     link = run_dir.with_name("latest")
-    temporary = run_dir / f".latest.tmp-{os.getpid()}"  # `sweep` would remove it.
+    # `sweep` would remove it in the folder. But a rename must stay on one disk.
+    where = run_dir.parent if run_dir.is_symlink() else run_dir
+    temporary = where / f".latest.tmp-{os.getpid()}"
     try:
         temporary.symlink_to(run_dir.name)
         os.replace(temporary, link)

@@ -245,7 +245,7 @@ class Run:
         extra |= {"step": self.learner.step, "env_options": dict(env_options)}
         flags = ranks.flags_of_run(self.flags)
         folder.write_meta(self.run_dir, flags=flags, extra=extra)
-        folder.link_latest(self.run_dir)
+        folder.link_latest(Path(self.flags.savedir, self.flags.xpid))
 
     @property
     def first_incarnation(self) -> int:

@@ -302,6 +302,20 @@ def test_a_run_that_begins_again_without_a_checkpoint_says_so(
         a_run.record({})
 
 
+def test_latest_points_to_a_run_whose_folder_is_on_another_disk(tmp_path):
+    savedir, other_disk = tmp_path / "runs", tmp_path / "other"
+    for path in (savedir, other_disk, other_disk / "x"):
+        path.mkdir()
+    (savedir / "x").symlink_to(other_disk / "x")
+    a_run = make_run(savedir)
+    a_run.run_dir = folder.prepare_run_dir(savedir, "x")
+    a_run.record({})
+    assert os.readlink(savedir / "latest") == "x"
+    names = {path.name for path in (*savedir.iterdir(), *other_disk.iterdir())}
+    assert names == {"x", "latest", ".locks"}
+    assert not (other_disk / "latest").exists()
+
+
 def test_a_disk_that_hangs_is_told(tmp_path, gate, background, monkeypatch, caplog):
     monkeypatch.setattr(run, "SAY_HANGS_S", 0.01)
     a_run = make_run(tmp_path, *AT_ONCE)
