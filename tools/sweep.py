@@ -330,10 +330,30 @@ def try_lock(file: TextIO) -> str:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
+        file.seek(0)
         return file.read() or "another process"
     except OSError:
         pass  # A file system without locks.
     return ""
+
+
+def lock_savedir(savedir: Path, path: Path) -> TextIO:
+    """Make savedir, and lock it until the returned file is closed.
+
+    Raises:
+      SweepError: it is in use, or cannot be written to.
+    """
+    try:
+        savedir.mkdir(parents=True, exist_ok=True)
+        lock = open(savedir / ".lock", "a+")
+        if user := try_lock(lock):
+            raise SweepError(f"{savedir} is in use by {user}", Exit.BUSY)
+        lock.truncate(0)
+        name = f"sweep {path}, process {os.getpid()} on {socket.gethostname()}"
+        os.write(lock.fileno(), name.encode(errors="replace"))
+    except OSError as error:
+        raise SweepError(f"savedir: {error}", Exit.CONFIG) from error
+    return lock
 
 
 def user_of(run: Run) -> str:
@@ -580,17 +600,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = parser.parse_args(argv).file
     try:
         sweep = read_sweep(path)
-        try:
-            sweep.savedir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SweepError(f"savedir: {error}", Exit.CONFIG) from error
-        with open(sweep.savedir / ".lock", "a+") as lock:  # Held until the end.
-            lock.seek(0)
-            if user := try_lock(lock):
-                raise SweepError(f"{sweep.savedir} is in use by {user}", Exit.BUSY)
-            lock.truncate()
-            lock.write(f"sweep {path}, process {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
+        with lock_savedir(sweep.savedir, path):
             for run in sweep.runs:
                 recall(run)
             stopped = run_all(sweep)

@@ -150,6 +150,12 @@ def test_a_savedir_that_cannot_be_made_is_told(toml, tmp_path, capsys):
     assert "sweep.toml: savedir: [Errno" in capsys.readouterr().err
 
 
+def test_a_savedir_that_cannot_be_written_to_is_told(toml, tmp_path, capsys):
+    (tmp_path / "runs" / ".lock").mkdir(parents=True)  # As on a read-only disk.
+    assert sweep.main([str(toml(FAKE + "[grid]\nseed = [1]"))]) == 78
+    assert "sweep.toml: savedir: [Errno" in capsys.readouterr().err
+
+
 def test_a_missing_file_is_named(tmp_path, capsys):
     assert sweep.main([str(tmp_path / "none.toml")]) == 2
     assert "none.toml" in capsys.readouterr().err
