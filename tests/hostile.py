@@ -473,8 +473,8 @@ def _spaces(depth: int) -> bytes:
     return data
 
 
-def _box(*, shape: int, low: bytes = b"\0", high: bytes = b"\1") -> bytes:
-    box = Box("int8", (shape,), low, high)
+def _box(*, shape: int, low: bytes = b"\0") -> bytes:
+    box = Box("int8", (shape,), low, b"\1")
     return codec.encode(Space(box=box))
 
 

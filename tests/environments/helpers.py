@@ -106,9 +106,9 @@ class Scripted(gym.Env):
         return entry if isinstance(entry, tuple) else self.good(**(entry or {}))
 
 
-def step_until_error(env, num_steps=5, **options):
+def step_until_error(env, **options):
     envs = Environments(lambda: env, 1, seed=SEED, first_env_id=5, **options)
     rows = empty_rows(envs, 1)
     envs.reset(rows)
-    for _ in range(num_steps):
+    for _ in range(5):
         envs.step(np.array([0]), rows)

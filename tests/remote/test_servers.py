@@ -63,10 +63,10 @@ ROOT = Path(__file__).resolve().parents[2]
 K = 3
 
 
-def actions(seed=0, num_actions=counting_env.NUM_ACTIONS, num_envs=K):
+def actions(seed=0):
     rng = np.random.default_rng(seed)
     while True:
-        yield rng.integers(num_actions, size=num_envs)
+        yield rng.integers(counting_env.NUM_ACTIONS, size=K)
 
 
 def direct_rows(make_env, num_steps, actions, num_envs=K, **options):

@@ -99,10 +99,10 @@ def test_all_devices_must_be_fast_in_bfloat16(devices, monkeypatch):
         assert f"{device} has no bfloat16 instructions" in reason
 
 
-def settle(run_dir, *argv, space=SCREEN):
+def settle(run_dir, *argv):
     """Return what the run computes in, as its start settles and records it."""
     flags = monobeast.parse_flags(["--savedir", str(run_dir), *argv])
-    flags = precision.settle_precision(flags, run_dir, space, "cpu")
+    flags = precision.settle_precision(flags, run_dir, SCREEN, "cpu")
     folder.write_meta(run_dir, flags=vars(flags), extra={})
     return flags.precision
 
