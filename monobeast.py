@@ -491,7 +491,7 @@ def train(flags: argparse.Namespace) -> Exit:
         with explain_create_net():
             learner = create_learner(flags, spaces)
         outputs = net_outputs(spaces)
-        dry_run(learner.net, spaces.observation, spaces.action, outputs)
+        dry_run(learner.net, spaces, outputs)
         dry_run_loss(learner, spaces)
         run = Run(
             flags,

@@ -515,9 +515,7 @@ def train_with(
         with explain_create_net():
             learner = create_learner(flags, spaces)
         outputs = net_outputs(spaces)
-        dry_run(
-            learner.net, spaces.observation, spaces.action, outputs, stores_all=True
-        )
+        dry_run(learner.net, spaces, outputs, stores_all=True)
         dry_run_loss(learner, spaces)
         frames_per_step = welcome.frames_per_step
         run = Run(flags, run_dir, learner, stop, frames_per_step=frames_per_step)

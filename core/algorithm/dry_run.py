@@ -27,8 +27,7 @@ SIZES = ((1, 1), (1, 3), (5, 1), (5, 3))
 
 def dry_run(
     net: nn.Module,
-    observation_space: gym.Space,
-    action_space: gym.Space,
+    spaces: Spaces,
     outputs: Mapping[str, ArraySpec],
     *,
     stores_all: bool = False,
@@ -59,7 +58,7 @@ def dry_run(
     net = copy.deepcopy(net).to(device)
     for T, B in SIZES:
         state = _initial_state(net, B, device)
-        rows = zero_rows(observation_space, action_space, T, B)
+        rows = zero_rows(spaces, T, B)
         rows["done"][1:2, 0] = True
         rows = map_nest(lambda x: x.to(device), rows)
         versions = [(name, x, x._version) for name, x in leaves(rows)]
@@ -157,7 +156,7 @@ def dry_run_loss(learner: Learner, spaces: Spaces) -> None:
     if flags.replay_ratio:
         specs["replayed"] = ArraySpec((), np.dtype(bool))
     rows = map_nest(lambda spec: _zeros(spec, T, B), specs)
-    rows |= zero_rows(spaces.observation, spaces.action, T, B)
+    rows |= zero_rows(spaces, T, B)
     rows["action"] = rows["last_action"]
     rows = map_nest(lambda x: x.to(device), rows)
     with torch.no_grad():
@@ -190,9 +189,7 @@ def _has_numpy_dtype(tensor: torch.Tensor) -> bool:
     return True
 
 
-def zero_rows(
-    observation_space: gym.Space, action_space: gym.Space, T: int, B: int
-) -> dict[str, Nest]:
+def zero_rows(spaces: Spaces, T: int, B: int) -> dict[str, Nest]:
     """Return a network's inputs for T rows of B environments: zeros, [T, B, ...].
 
     Where a space does not begin at 0, the values are those of `first_action`.
@@ -201,14 +198,14 @@ def zero_rows(
     def zeros(spec: ArraySpec, space: gym.Space) -> torch.Tensor:
         return _zeros(spec, T, B, space)
 
-    row = row_spec(observation_space, action_space, ())
+    row = row_spec(spaces.observation, spaces.action, ())
     return {
         "observation": map_nest(
-            zeros, row["observation"], leaf_spaces(observation_space)
+            zeros, row["observation"], leaf_spaces(spaces.observation)
         ),
         "reward": _zeros(row["reward"], T, B),
         "done": _zeros(row["done"], T, B),
-        "last_action": map_nest(zeros, row["last_action"], leaf_spaces(action_space)),
+        "last_action": map_nest(zeros, row["last_action"], leaf_spaces(spaces.action)),
     }
 
 

@@ -25,6 +25,7 @@ F32 = np.dtype(np.float32)
 OUTPUTS = {"policy_logits": ArraySpec((A,), F32), "baseline": ArraySpec((), F32)}
 BOX = gym.spaces.Box(-1.0, 1.0, (11,), np.float32)
 ACTIONS = gym.spaces.Discrete(A, start=2)
+SPACES = Spaces(BOX, ACTIONS)
 
 
 class Tiny(nn.Module):
@@ -163,7 +164,7 @@ WRONG = {
 @pytest.mark.parametrize("make, said", WRONG.values(), ids=WRONG)
 def test_a_wrong_network_is_refused_with_what_was_expected_and_what_came(make, said):
     with pytest.raises(ConfigError) as error:
-        dry_run(make(), BOX, ACTIONS, OUTPUTS)
+        dry_run(make(), SPACES, OUTPUTS)
     message = str(error.value)
     assert message.startswith("the network: ") and "\n" not in message
     for part in said.split(" .* "):
@@ -187,7 +188,7 @@ def with_aux(make):
 )
 def test_an_output_for_the_rollout_needs_no_gradient(make, dtype):
     outputs = {**OUTPUTS, "aux": ArraySpec((), np.dtype(dtype))}
-    dry_run(with_aux(make), BOX, ACTIONS, outputs, stores_all=True)
+    dry_run(with_aux(make), SPACES, outputs, stores_all=True)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +201,9 @@ def test_an_output_for_the_rollout_needs_no_gradient(make, dtype):
     ],
 )
 def test_an_output_that_no_rollout_can_hold_is_named(make, got):
-    dry_run(with_aux(make), BOX, ACTIONS, OUTPUTS)  # Only `OUTPUTS` are stored.
+    dry_run(with_aux(make), SPACES, OUTPUTS)  # Only `OUTPUTS` are stored.
     with pytest.raises(ConfigError) as error:
-        dry_run(with_aux(make), BOX, ACTIONS, OUTPUTS, stores_all=True)
+        dry_run(with_aux(make), SPACES, OUTPUTS, stores_all=True)
     assert str(error.value) == (
         "the network: forward's 'aux', of 1 rows of 1 environments, expected a tensor "
         f"[1,1,...] of a numpy dtype, got {got}"
@@ -215,7 +216,7 @@ def test_a_network_without_a_gradient_is_found():
         return value.mul_(value)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        dry_run(one("baseline", square_in_place)(), BOX, ACTIONS, OUTPUTS)
+        dry_run(one("baseline", square_in_place)(), SPACES, OUTPUTS)
 
 
 def test_a_network_that_cannot_go_past_the_end_of_an_episode_is_found():
@@ -226,14 +227,14 @@ def test_a_network_that_cannot_go_past_the_end_of_an_episode_is_found():
             return super().forward(rows, core_state)
 
     with pytest.raises(RuntimeError, match="in the midst") as caught:
-        dry_run(OneEpisode(), BOX, ACTIONS, OUTPUTS)
+        dry_run(OneEpisode(), SPACES, OUTPUTS)
     assert isinstance(caught.value.__cause__, NotImplementedError)
 
 
 def test_a_network_that_fails_is_told_what_its_rows_have():
     space = gym.spaces.Dict({"x": BOX, "n": gym.spaces.Discrete(3)})
     with pytest.raises(RuntimeError, match="forward failed before the run") as caught:
-        dry_run(Tiny(), space, ACTIONS, OUTPUTS)  # It expects no Dict.
+        dry_run(Tiny(), Spaces(space, ACTIONS), OUTPUTS)  # It expects no Dict.
     text = str(caught.value)
     assert "observation/n int64[1,1], observation/x float32[1,1,11], reward fl" in text
 
@@ -243,10 +244,10 @@ def test_a_network_without_the_options_of_create_net_is_told_them(monkeypatch):
         def __init__(self, observation_space, action_space):
             super().__init__()
 
-    flags, spaces = monobeast.parse_flags(["--env", "Catch"]), Spaces(BOX, ACTIONS)
+    flags = monobeast.parse_flags(["--env", "Catch"])
     monkeypatch.setattr(monobeast, "Net", Bare)
     with pytest.raises(ConfigError) as caught, explain_create_net():
-        monobeast.create_learner(flags, spaces)
+        monobeast.create_learner(flags, SPACES)
     text = str(caught.value)
     assert "unexpected keyword argument 'model'. create_net (" in text
     assert "Let Net.__init__ take all of them" in text
@@ -260,8 +261,8 @@ def test_the_networks_of_both_trainers_are_accepted(space, use_lstm):
     action = gym.spaces.Discrete(A, start=-3)
     for trainer in (monobeast, polybeast):
         net = trainer.Net(space, action, use_lstm=use_lstm, bfloat16=True)
-        outputs = trainer.net_outputs(Spaces(space, action))
-        dry_run(net, space, action, outputs)
+        spaces = Spaces(space, action)
+        dry_run(net, spaces, trainer.net_outputs(spaces))
 
 
 def test_a_dry_run_leaves_the_network_as_it_was():
@@ -273,7 +274,7 @@ def test_a_dry_run_leaves_the_network_as_it_was():
     net = Counting()
     net.register_buffer("calls", torch.zeros(()))
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    dry_run(net, BOX, ACTIONS, OUTPUTS)
+    dry_run(net, SPACES, OUTPUTS)
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in net.parameters())
@@ -306,7 +307,7 @@ def test_a_network_of_an_older_fork_is_told_what_is_missing():
     net = Tiny()
     del net.distribution
     with pytest.raises(ConfigError, match=r"__init__ expected self\.distribution = "):
-        dry_run(net, BOX, ACTIONS, OUTPUTS)
+        dry_run(net, SPACES, OUTPUTS)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from core.algorithm.dry_run import zero_rows
 from core.algorithm.replay import mark_replayed
 from core.errors import ConfigError
 from core.nests import leaves, map_nest
+from core.rollout import Spaces
 from core.running.supervise import start_thread
 from tests.conftest import DEADLINE_S
 from tests.normalization_flags import obeyed
@@ -279,7 +280,7 @@ def test_a_network_that_waits_for_the_gpu_cannot_be_recorded(monkeypatch):
         outputs["baseline"].sum().item()
         return outputs, state
 
-    rows = zero_rows(PICTURES, ACTIONS, 1, 2)
+    rows = zero_rows(Spaces(PICTURES, ACTIONS), 1, 2)
     with pytest.raises(ConfigError, match="not permitted.*--disable_cuda_graphs"):
         gpu.Graphs(wait_for_the_gpu, "cuda")(rows, ())
     assert torch.cuda.current_stream() == torch.cuda.default_stream()

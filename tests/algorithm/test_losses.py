@@ -374,7 +374,7 @@ def test_an_update_of_a_large_batch_with_unclipped_rewards_is_done(
     flags = trainer.parse_flags([*argv, "--disable_cuda", "--savedir", str(tmp_path)])
     spaces = Spaces(Catch().observation_space, Catch().action_space)
     learner = trainer.create_learner(flags, spaces)
-    rows = zero_rows(spaces.observation, spaces.action, T + 1, B)
+    rows = zero_rows(spaces, T + 1, B)
     rows |= {
         "truncated": rows["done"],
         "action": rows["last_action"],

@@ -56,7 +56,7 @@ def random_batch(space=VECTOR, seed=0, columns=B):
             return torch.from_numpy(drawn).to(x.dtype)
         return torch.from_numpy(rng.integers(0, 2, x.shape)).to(x.dtype)
 
-    rows = zero_rows(space, ACTIONS, *shape)
+    rows = zero_rows(Spaces(space, ACTIONS), *shape)
     action = torch.from_numpy(rng.integers(2, 9, shape))
     rewards = torch.from_numpy(rng.normal(3, 7, shape)).float()
     rows |= {
@@ -259,7 +259,8 @@ def test_the_network_sees_normalized_rows(module, use_lstm):
     expected, _ = plain(net.normalize(rows), net.initial_state(B))
     for key, x in said.items():
         torch.testing.assert_close(x, expected[key], rtol=0, atol=0)
-    dry_run(net, VECTOR, ACTIONS, module.net_outputs(Spaces(VECTOR, ACTIONS)))
+    spaces = Spaces(VECTOR, ACTIONS)
+    dry_run(net, spaces, module.net_outputs(spaces))
     assert net.normalize.reward.count == T * B  # A copy was tried.
 
 

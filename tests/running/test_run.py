@@ -28,6 +28,7 @@ from core.algorithm.update import Learner
 from core.environments.toys import Catch
 from core.errors import ConfigError, Exit
 from core.nests import Nest, map_nest
+from core.rollout import Spaces
 from core.running import checkpoint, folder, program, run, supervise, terminal
 from core.running.checkpoint import CheckpointError
 from tests.conftest import DEADLINE_S, wait_until
@@ -429,8 +430,8 @@ def create_two_optimizers(flags, spaces) -> Learner:
 def random_rows() -> Nest:
     """Return Catch's rows of 50 steps."""
     B = 5
-    space = Catch().observation_space
-    rows = zero_rows(space, gym.spaces.Discrete(3), 11, B)
+    spaces = Spaces(Catch().observation_space, Catch().action_space)
+    rows = zero_rows(spaces, 11, B)
     rows["observation"] = torch.randn(rows["observation"].shape)
     rows |= {
         "truncated": rows["done"],
