@@ -48,8 +48,7 @@ class RunLog:
       resume_step: the step of the checkpoint that a resumed run starts from; newer rows
         and events are dropped. None for a run that starts at step 0; an old logs.csv is
         kept as logs.<n>.csv.
-      wandb: also log to Weights & Biases; the folder's name is the id of the run there.
-      config: the flags, for Weights & Biases.
+      wandb: the flags, to log to Weights & Biases too; None: do not.
 
     A resumed run keeps all columns of logs.csv, also columns for which it has no values
     (of another version, or of other info keys). A row with a new name adds a column.
@@ -65,13 +64,12 @@ class RunLog:
         *,
         info_keys: Sequence[str] = (),
         resume_step: int | None = None,
-        wandb: bool = False,
-        config: Mapping[str, Any] | None = None,
+        wandb: Mapping[str, Any] | None = None,
     ):
         self._failed_writes = 0  # Rows of the present outage that had to wait.
         self._run_dir = run_dir
         self._warned = False
-        self._wandb = WandbLog(run_dir, config or {}) if wandb else None
+        self._wandb = None if wandb is None else WandbLog(run_dir, wandb)
 
         fields = {field.name: field for field in (*FIELDS, *map(info_field, info_keys))}
         if resume_step is not None:

@@ -363,8 +363,7 @@ class Run:
                     self.run_dir,
                     info_keys=flags.info_keys,
                     resume_step=None if self.found is None else learner.step,
-                    wandb=flags.wandb,
-                    config=ranks.flags_of_run(flags),
+                    wandb=ranks.flags_of_run(flags) if flags.wandb else None,
                 )
             )
             self._status = stack.enter_context(

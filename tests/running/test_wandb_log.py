@@ -40,7 +40,7 @@ def test_wandb_gets_its_rows_once_there_can_be_a_thread(tmp_path, monkeypatch):
 
     wandb, calls = wandb_that_hangs("never", threading.Event())
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with logs.RunLog(tmp_path, wandb=True) as run_log:
+    with logs.RunLog(tmp_path, wandb={}) as run_log:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start)
             run_log.log({"step": 1})
@@ -62,7 +62,7 @@ def test_wandb_that_hangs_holds_up_neither_rows_nor_the_end(
     before = threading.enumerate()
 
     def write_rows() -> None:
-        with logs.RunLog(tmp_path, wandb=True) as run_log:
+        with logs.RunLog(tmp_path, wandb={}) as run_log:
             for step in range(1, 10):
                 run_log.log({"step": step})
                 wait_until(lambda: call == "finish" or call in dict(calls))
@@ -90,7 +90,7 @@ def test_wandb_that_fails_is_left_alone(tmp_path, monkeypatch, caplog):
         raise OSError("no network")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with logs.RunLog(tmp_path, wandb=True) as run_log:
+    with logs.RunLog(tmp_path, wandb={}) as run_log:
         for step in (1, 2):
             run_log.log({"step": step})
     assert len(calls) == 1
@@ -106,7 +106,7 @@ def test_wandb_that_fails_at_the_end_does_not_fail_the_run(
 
     run = SimpleNamespace(log=lambda row, step: None, finish=finish)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    with logs.RunLog(tmp_path, wandb=True) as run_log:
+    with logs.RunLog(tmp_path, wandb={}) as run_log:
         run_log.log({"step": 1})
     assert "Weights & Biases failed, and gets no more rows: no" in caplog.text
 
@@ -114,7 +114,7 @@ def test_wandb_that_fails_at_the_end_does_not_fail_the_run(
 def test_wandb_that_is_not_installed_is_refused_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
-        logs.RunLog(tmp_path, wandb=True)
+        logs.RunLog(tmp_path, wandb={})
 
 
 def test_wandb_gets_the_rows_under_the_id_of_the_run(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_wandb_gets_the_rows_under_the_id_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     run_dir = tmp_path / "pong:1"
     run_dir.mkdir()
-    with logs.RunLog(run_dir, wandb=True, config={"seed": 3}) as run_log:
+    with logs.RunLog(run_dir, wandb={"seed": 3}) as run_log:
         assert calls == []  # It would start threads before the actors are forked.
         run_log.log({"step": 5, "sps": 2.0, "entropy": None})
         run_log.log({"step": 7})
