@@ -206,7 +206,7 @@ class ServerList:
 
     @classmethod
     def of_flags(
-        cls, flags: argparse.Namespace, dialed_in: DialedIn | None = None
+        cls, flags: argparse.Namespace, dialed_in: DialedIn | None
     ) -> "ServerList":
         """Return the servers of --server_addresses and the servers that dial in."""
         fixed: list[str] = []

@@ -292,11 +292,10 @@ class Tasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task] = set()  # asyncio keeps only weak references.
 
-    def start(self, coroutine: Any) -> asyncio.Task:
+    def start(self, coroutine: Any) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._is_done)
-        return task
 
     def _is_done(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)

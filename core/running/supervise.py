@@ -135,7 +135,7 @@ def start_thread(
 def join_threads(
     threads: Mapping[str, concurrent.futures.Future],
     limit_s: float,
-    is_hopeless: Callable[[], bool] = lambda: False,
+    is_hopeless: Callable[[], bool],
 ) -> bool:
     """Wait for threads that must stop; log those that still run, and all stacks.
 
