@@ -11,6 +11,7 @@ per second in one direction with as many messages on their way as fit. Raw figur
 """
 
 import argparse
+import contextlib
 import socket
 import statistics
 import tempfile
@@ -91,7 +92,10 @@ def main() -> None:
         host = str(flags.tls_dir / min(names))
     common = {"keepalive_s": 10.0, "num_servers": 1}
     here = argparse.Namespace(listen="127.0.0.1:0", tls_dir=learner, **common)
-    with DialedIn(here) as dialed_in, tempfile.TemporaryDirectory() as folder:
+    with (
+        contextlib.closing(DialedIn(here)) as dialed_in,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         machine = argparse.Namespace(
             learner_address=[dialed_in.address], tls_dir=host, **common
         )

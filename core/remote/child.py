@@ -69,7 +69,7 @@ def end_process(name: str, process: subprocess.Popen) -> None:
 class Child:
     """A process `python -m MODULE`. It is restarted if it dies, and ends with this one.
 
-    Starts no thread, so that this process may still fork. A context manager.
+    Starts no thread, so that this process may still fork.
 
     Args:
       name: for log lines.
@@ -97,10 +97,7 @@ class Child:
         self._rest = b""  # The first part of a line that is not complete yet.
         self._began = time.monotonic()
 
-    def __enter__(self) -> "Child":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         if self._process is not None:
             with self._process:  # Closes its pipes.
                 end_process(self._name, self._process)

@@ -24,7 +24,7 @@ LOOK_S = 0.02  # Interval of checks while the acceptor starts.
 
 
 class DialedIn:
-    """The servers of the machines that have dialed in. A context manager.
+    """The servers of the machines that have dialed in.
 
     Starts the acceptor, and starts it again if it dies. Only one thread may call
     `addresses`.
@@ -59,14 +59,11 @@ class DialedIn:
                 self._child.check()
                 time.sleep(LOOK_S)
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
 
-    def __enter__(self) -> "DialedIn":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._child.__exit__()
+    def close(self) -> None:
+        self._child.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def addresses(self) -> list[str]:
@@ -156,5 +153,5 @@ class DialsOut:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._child is not None:
-            self._child.__exit__()
+            self._child.close()
             shutil.rmtree(self._folder, ignore_errors=True)

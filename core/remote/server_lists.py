@@ -222,7 +222,7 @@ class ServerList:
             return cls(fixed, sources, dialed_in)
         except BaseException:
             if dialed_in is not None:
-                dialed_in.__exit__()
+                dialed_in.close()
             raise
 
     @property
@@ -297,7 +297,7 @@ class ServerList:
         # comes or the process ends.
         concurrent.futures.wait(self._threads.values(), CLOSE_S)
         if self._dialed_in is not None:
-            self._dialed_in.__exit__()
+            self._dialed_in.close()
 
 
 def describe_change(before: Iterable[str], after: Iterable[str]) -> str:

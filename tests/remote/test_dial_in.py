@@ -927,7 +927,7 @@ def learner():
 
     yield start
     for dialed_in in started:
-        dialed_in.__exit__()
+        dialed_in.close()
 
 
 @pytest.fixture
@@ -984,7 +984,7 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
     assert ("somebody has deleted" in caplog.text) == (harm != "kill")
     wait_until(lambda: dialed_in.addresses() == [])
     folder = Path(dialed_in._folder)
-    dialed_in.__exit__()
+    dialed_in.close()
     assert not folder.exists()
 
 

@@ -293,7 +293,7 @@ class FakeDialedIn(FakeSource):
 
     address = "here:4431"
 
-    def __exit__(self, *exc_info):
+    def close(self):
         pass
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor of the server processes. The program around it: test_servers."""
 
+import contextlib
 import errno
 import json
 import os
@@ -140,7 +141,7 @@ def test_a_process_that_cannot_be_forked_is_tried_again(kind, monkeypatch, caplo
     else:
         parent = child.Child("The helper", [])
         parent.start()
-    with parent:
+    with parent if kind == "local servers" else contextlib.closing(parent):
         parent._process.kill()
         wait_until(lambda: parent.check() or parent._budget.start_at is not None)
         for forks in False, False, True:
