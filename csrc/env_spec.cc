@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <map>
 #include <numeric>
 #include <stdexcept>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "errors.h"
+#include "rows.h"
 #include "text.h"
 #include "transport.h"
 
@@ -232,11 +232,8 @@ Shape StateLeaf::with_columns(int64_t columns) const {
 
 void StateLeaf::copy(size_t columns, const char* from, size_t from_width,
                      char* to, size_t to_width) const {
-  if (inner == 0) return;
-  for (size_t i = 0; i < outer; ++i) {
-    std::memcpy(to + i * to_width * inner, from + i * from_width * inner,
-                columns * inner);
-  }
+  copy_runs(to, to_width * inner, from, from_width * inner, outer,
+            columns * inner);
 }
 
 int64_t num_columns(int64_t num_envs, const QueueOptions& queue) {

@@ -9,7 +9,6 @@
 #include <iterator>
 #include <optional>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "batching_queue.h"

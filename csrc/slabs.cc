@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "rows.h"
+
 namespace torchbeast {
 namespace {
 
@@ -152,10 +154,8 @@ void Slabs::write_env_row(const Rollout& rollout, int64_t row,
     }
     const char* const before = data + offset(rollout, row - 1, leaf);
     const size_t older = leaf.nbytes - leaf.frame_nbytes;
-    for (int64_t k = 0; k < env_.num_envs; ++k) {
-      const size_t at = k * leaf.nbytes;
-      std::memcpy(to + at, before + at + leaf.frame_nbytes, older);
-    }
+    copy_runs(to, leaf.nbytes, before + leaf.frame_nbytes, leaf.nbytes,
+              env_.num_envs, older);
     wire::copy_runs(message, piece, leaf.frame_nbytes, leaf.nbytes, to + older);
   }
 }
