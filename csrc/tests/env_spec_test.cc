@@ -2,10 +2,7 @@
 
 #include "env_spec.h"
 
-#include <memory>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "fake_servers.h"
 #include "pool_rig.h"

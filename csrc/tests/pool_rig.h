@@ -334,4 +334,33 @@ inline void play(Rig& rig, Player& player, int64_t rows) {
   }
 }
 
+// Starts the run, and brings its only stream, of K = 3 at the address a, into a
+// state; with kWaitingForRoom, maximum_queue_size is kC. Returns the batch that
+// waits for its answer, if there is one.
+inline std::shared_ptr<Batch> start_until(Rig& rig, StreamState state) {
+  if (state == StreamState::kWaitingToConnect) rig.network->refuse("a");
+  rig.start();
+  std::shared_ptr<Batch> pending;
+  if (state == StreamState::kWaitingToConnect) {
+    testing::wait_until([&] { return !rig.network->connections().empty(); });
+  } else if (state == StreamState::kConnecting) {
+    testing::wait_until([&] { return rig.network->num_dialled() == 1; });
+  } else {
+    Player player(rig.network->accept(), 3);
+    if (state != StreamState::kGreeting) player.greet();
+    if (state == StreamState::kWaitingForEnv) play(rig, player, 3);
+    if (state == StreamState::kWaitingForInference) {
+      play(rig, player, 2);
+      player.step();
+      pending = rig.batcher->get_batch();
+    }
+    if (state == StreamState::kWaitingForRoom) {
+      play(rig, player, 2 * kT);
+      player.step();
+    }
+  }
+  rig.wait_for(state);
+  return pending;
+}
+
 }  // namespace torchbeast

@@ -193,28 +193,7 @@ void check_leave_in(StreamState state) {
   options.maximum_queue_size = kC;
   fake::CountingServer server(3);
   Rig rig(options);
-  std::shared_ptr<Batch> pending;
-  if (state == StreamState::kWaitingToConnect) rig.network->refuse("a");
-  rig.start();
-  if (state == StreamState::kWaitingToConnect) {
-    wait_until([&] { return !rig.network->connections().empty(); });
-  } else if (state == StreamState::kConnecting) {
-    wait_until([&] { return rig.network->num_dialled() == 1; });
-  } else {
-    Player player(rig.network->accept(), 3);
-    if (state != StreamState::kGreeting) player.greet();
-    if (state == StreamState::kWaitingForEnv) play(rig, player, 3);
-    if (state == StreamState::kWaitingForInference) {
-      play(rig, player, 2);
-      player.step();
-      pending = rig.batcher->get_batch();
-    }
-    if (state == StreamState::kWaitingForRoom) {
-      play(rig, player, 2 * kT);
-      player.step();
-    }
-  }
-  rig.wait_for(state);
+  const auto pending = start_until(rig, state);
   rig.pool->set_addresses({});
   if (pending) {
     // Inference may still read the rollout.

@@ -2,7 +2,6 @@
 
 #include "wire.h"
 
-#include <cstdio>
 #include <random>
 #include <string>
 #include <vector>
