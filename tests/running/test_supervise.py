@@ -196,8 +196,8 @@ def test_a_main_loop_that_hangs_is_ended_with_its_stack():
         import threading
         from core.running import supervise
         supervise.HANG_GRACE_S = 0.05
-        supervise.Watchdog(0.05).progress("step 3")
         def hang():
+            supervise.Watchdog(0.05).progress("step 3")
             threading.Event().wait()
         hang()
     """)
