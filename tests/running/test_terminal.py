@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from core.running import supervise, terminal
+from core.running.log_file import LogFile
 from core.running.terminal import ChildOutput, Terminal, lines_of, never_waiting
 from tests.conftest import DEADLINE_S, fill, wait_until
 
@@ -111,6 +112,11 @@ def hanging_file(monkeypatch):
     os.close(ours)
 
 
+def wait_for_files(monkeypatch) -> None:
+    """Let each write to a file wait for its thread, however busy the machine is."""
+    monkeypatch.setattr(LogFile.write, "__defaults__", (DEADLINE_S,))
+
+
 def test_a_file_on_a_disk_that_hangs_holds_nobody_up(
     hanging_file, background, monkeypatch
 ):
@@ -118,7 +124,9 @@ def test_a_file_on_a_disk_that_hangs_holds_nobody_up(
     monkeypatch.setattr(sys, "stderr", stream)
     with never_waiting():
         terminal.write_waiting()
-        print("one", file=sys.stderr)
+        with monkeypatch.context() as patch:
+            wait_for_files(patch)
+            print("one", file=sys.stderr)
         assert read(ours) == "one\n"  # At once, in case the program is killed.
         fill(stream.fileno())
         for text in "a" * 200, "b\n":
@@ -158,6 +166,7 @@ def test_a_file_on_a_full_disk_gets_what_waits_once_there_is_room(
     def write(fd, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    wait_for_files(monkeypatch)
     with open(tmp_path / "file", "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         with never_waiting():
@@ -185,7 +194,8 @@ def test_lines_that_two_threads_print_to_a_file_are_not_mixed(tmp_path, monkeypa
 
 FORK = """
 import os, sys
-from core.running import terminal
+from core.running import log_file, terminal
+log_file.LogFile.write.__defaults__ = (60.0,)
 with terminal.never_waiting():
     terminal.write_waiting()
     print("parent", flush=True)
