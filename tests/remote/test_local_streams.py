@@ -280,6 +280,7 @@ def test_a_live_servers_socket_is_left_alone():
 
 
 def test_a_stream_in_a_step_says_goodbye(serve, monkeypatch):
+    monkeypatch.setattr(env_server, "GRACE_S", DEADLINE_S)
     server = serve()
     step = counting_env.CountingEnv.step
 

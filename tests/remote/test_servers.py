@@ -656,7 +656,8 @@ def test_health_knows_no_other_service(serve):
     assert status.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-def test_stop_finishes_the_step_and_says_goodbye(serve):
+def test_stop_finishes_the_step_and_says_goodbye(serve, monkeypatch):
+    monkeypatch.setattr(env_server, "GRACE_S", DEADLINE_S)
     stepping, go_on = threading.Event(), threading.Event()
 
     class Slow(counting_env.CountingEnv):
