@@ -28,7 +28,7 @@ from tests.conftest import Program, wait_until
 
 pytest.importorskip("grpc", reason="pip install grpcio")
 from tests.env_client import EnvClient  # noqa: E402
-from tools.runs import num_rows  # noqa: E402
+from tools.runs import log_rows, num_rows  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "correct-horse-battery-staple"
@@ -120,6 +120,7 @@ def polybeast_run(tmp_path_factory) -> SimpleNamespace:
     flags = [*RUN, *LOCAL, "--savedir", str(folder / "runs")]
     with Run(folder, "polybeast", *flags, **env) as run:
         run.wait_for_rows(3)
+        run.wait_for(lambda: log_rows(run.folder)[-1]["streams"] == "2")
         began = time.monotonic()
         [servers] = psutil.Process(run.pid).children()
         sockets = {c.laddr for p in run.processes() for c in p.net_connections("unix")}

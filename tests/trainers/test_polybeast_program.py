@@ -119,8 +119,9 @@ def has_said(text: str) -> Callable[[Program, Path], bool]:
     return lambda program, run_dir: text in program.text()
 
 
-def has_streams(program: Program, run_dir: Path) -> bool:
-    return num_rows(run_dir) > 0 and log_rows(run_dir)[-1]["streams"] > "0"
+def has_all_streams(program: Program, run_dir: Path) -> bool:
+    """Say whether all servers are connected: the run begins with the first one."""
+    return num_rows(run_dir) > 0 and int(log_rows(run_dir)[-1]["streams"]) == N
 
 
 MOMENTS = {
@@ -128,7 +129,7 @@ MOMENTS = {
     "servers-serve": has_said("Serving Catch"),
     "run-begins": has_said("Run x in"),
     "streams-connect": has_said("step 0/"),
-    "streams-are-connected": has_streams,
+    "streams-are-connected": has_all_streams,
     "environments-hang": has_said("about to hang"),
     "saving": is_saving,
 }
@@ -142,7 +143,7 @@ def test_a_signal_at_any_moment_ends_a_run_and_leaves_nothing(train, run_dir, mo
     program = train(*LOCAL, "--env", env, "--total_steps", ENDLESS, *often)
     program.wait_for(lambda: MOMENTS[moment](program, run_dir))
     family, sockets = program.family(), socket_folder(servers_of(program))
-    if num_rows(run_dir):
+    if moment == "streams-are-connected":
         assert len(family) == 1 + 2 * N and len(list(sockets.iterdir())) == 2 * N
     stop(program)
     assert "Traceback" not in program.text()
@@ -187,16 +188,22 @@ def test_nothing_outlives_a_killed_run_and_it_resumes(train, run_dir):
 # ---------------------------------------------------------------------------- resuming
 
 
+def begun(program: Program, seeds: list[int]) -> list[int]:
+    """Return those with which a game of `wrong_env.Telling` has begun."""
+    text = program.text()
+    return [seed for seed in seeds if f"begins with seed {seed}\n" in text]
+
+
 def test_a_stopped_run_goes_on_and_plays_other_games(train, run_dir):
     flags = [*LOCAL, "--env", "tests.wrong_env:Telling", "--use_lstm", "--seed", 5]
     program = train(*flags, "--total_steps", ENDLESS)
     program.wait_for(lambda: num_rows(run_dir) and log_rows(run_dir)[-1]["games"] > "0")
-    words = stop(program)
+    seeds = [env_seed(5, i, 0, 0) for i in range(N * K)]
+    program.wait_for(lambda: begun(program, seeds) == seeds)
+    stop(program)
     run_id = meta(run_dir)["run_id"]
     before, rows_before = load(run_dir), log_rows(run_dir)
-    seeds = [env_seed(5, i, 0, 0) for i in range(N * K)]
     assert meta(run_dir)["first_env_seeds"] == seeds
-    assert [seed for seed in seeds if f"begins with seed {seed}\n" in words] == seeds
     total = before.step + 10 * BATCH
     program = train(*flags, "--total_steps", total)
     assert program.wait() == 0, program.text()
@@ -205,7 +212,8 @@ def test_a_stopped_run_goes_on_and_plays_other_games(train, run_dir):
     assert meta(run_dir)["run_id"] == run_id
     others = [env_seed(5, i, 1 << 16, 0) for i in range(N * K)]
     assert meta(run_dir)["first_env_seeds"] == others
-    assert [seed for seed in others if f"begins with seed {seed}\n" in text] == others
+    # The second server may come after the last update.
+    assert begun(program, others) and not begun(program, seeds)
     after, rows = load(run_dir), log_rows(run_dir)
     assert after.step == total
     assert after.state["learner"]["updates"] == before.state["learner"]["updates"] + 10
@@ -222,7 +230,7 @@ def last_row_of_all_streams(run_dir) -> dict[str, str]:
 
 def test_a_killed_server_is_replaced_and_training_goes_on(train, run_dir):
     program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
-    program.wait_for(lambda: num_rows(run_dir))
+    program.wait_for(lambda: has_all_streams(program, run_dir))
     victim, survivor = servers_of(program).children()
     victim.kill()
 
@@ -274,11 +282,15 @@ def test_a_learner_gives_up_on_a_server_whose_own_supervisor_does_not(
 
 def test_recycled_environments_leak_for_ever_and_no_stream_ends(train, run_dir):
     env = "tests.fault_env:LeakingEnv"  # Its fourth game would be the end.
-    program = train(*LOCAL, "--env", env, "--recycle_games", 3, "--total_steps", 400)
-    assert program.wait() == 0, program.text()
+    program = train(
+        *LOCAL, "--env", env, "--recycle_games", 3, "--total_steps", ENDLESS
+    )
+    program.wait_for(lambda: has_all_streams(program, run_dir))
+    games = int(log_rows(run_dir)[-1]["games"])
+    program.wait_for(lambda: int(log_rows(run_dir)[-1]["games"]) > games + 100)
+    stop(program)
     last = last_row_of_all_streams(run_dir)
     assert (last["reconnects"], last["steps_discarded"]) == ("0", "0")
-    assert int(log_rows(run_dir)[-1]["games"]) > 100
 
 
 def test_a_server_that_always_dies_ends_the_run_with_its_last_words(train, run_dir):
@@ -293,7 +305,7 @@ def test_a_server_that_always_dies_ends_the_run_with_its_last_words(train, run_d
 
 def test_killed_and_stopped_supervisors_and_deleted_sockets_cost_no_run(train, run_dir):
     program = train(*LOCAL, "--env", "Catch", "--total_steps", ENDLESS)
-    program.wait_for(lambda: num_rows(run_dir))
+    program.wait_for(lambda: has_all_streams(program, run_dir))
     old, first = program.family(), servers_of(program)
     sockets = socket_folder(first)
     first.kill()
@@ -334,10 +346,7 @@ def test_servers_elsewhere_may_come_late_and_come_again(train, start_servers, ru
     flags += ["--streams_per_server", 1, "--envs_per_stream", K]
     servers = start_servers(*flags)
 
-    def are_all_connected() -> bool:
-        return num_rows(run_dir) > 0 and int(log_rows(run_dir)[-1]["streams"]) == N
-
-    program.wait_for(are_all_connected)
+    program.wait_for(lambda: has_all_streams(program, run_dir))
     assert meta(run_dir)["flags"]["env"] == "Catch"
 
     servers.process.terminate()
@@ -614,7 +623,6 @@ def test_a_run_writes_what_it_did(train, run_dir):
         r"step 400/400  100.0%  400 frames  [\d,]+ SPS  return\(100\)", text
     )
     assert "Done: 400 steps." in text
-    assert f"Serving {env} at unix:" in text
     assert "Network MLPTorso" in text and "learning on cpu, acting on cpu" in text
     assert "Preflight: memory: 32 rollouts need" in text  # 8, 12 and three batches.
 
@@ -626,7 +634,8 @@ def test_a_run_writes_what_it_did(train, run_dir):
     assert int(last["step"]) == int(last["frames"]) == 400
     assert int(last["updates"]) == 20
     assert any(float(row["info_half"] or 0) > 0 for row in rows)
-    assert (int(last["streams"]), int(last["reconnects"])) == (N, 0)
+    # The second server may come after the last update.
+    assert 1 <= int(last["streams"]) <= N and int(last["reconnects"]) == 0
     assert 0 < float(last["env_step_p50_ms"]) <= float(last["env_step_p99_ms"])
     assert K <= float(last["inference_batch"]) <= N * K
     for stage in ("learner", "inference", "env"):
@@ -653,7 +662,7 @@ def test_sockets_are_where_pipes_basename_says(train, run_dir, folder):
     program = train(
         *LOCAL, "--env", "Catch", "--total_steps", ENDLESS, "--pipes_basename", basename
     )
-    program.wait_for(lambda: num_rows(run_dir))
+    program.wait_for(lambda: has_all_streams(program, run_dir))
     names = [f"polybeast.{i}" for i in range(N)]
     assert sorted(os.listdir(folder)) == sorted(names + [f"{x}.s" for x in names])
     stop(program)
