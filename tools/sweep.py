@@ -30,7 +30,7 @@ checkpoint (Linux only).
 
 Exit status: 0 all runs are finished; 2 sweep.toml is wrong; 69 savedir is in use; 70 a
 run failed; 75 runs were stopped and can be continued; 78 savedir has runs with other
-flags.
+flags, or cannot be written to.
 """
 
 import argparse
@@ -380,7 +380,7 @@ def tail(path: Path) -> str:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read().decode(errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
 
 
@@ -538,11 +538,11 @@ def run_all(sweep: Sweep) -> bool:
                 for run in list(queue):
                     if len(free_cores) < sweep.cores or len(free_gpus) < sweep.gpus:
                         break
-                    # Such as one that stops because its sweep was killed just now.
-                    if user := user_of(run):
-                        run.state, run.error = "in use", f"by {user}"
-                        continue
                     try:
+                        # Such as one that stops because its sweep was killed just now.
+                        if user := user_of(run):
+                            run.state, run.error = "in use", f"by {user}"
+                            continue
                         start(run, free_cores[: sweep.cores], free_gpus[: sweep.gpus])
                     except OSError as error:  # Such as a full disk: the others go on.
                         run.state, run.error = "failed", str(error)

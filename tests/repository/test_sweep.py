@@ -270,16 +270,19 @@ def test_a_failed_run_is_reported_does_not_stop_the_others_and_is_tried_again(
     assert [len(starts(tmp_path / "runs" / name)) for name in "12"] == [2, 1]
 
 
+# The errors are like those of a full disk, or of a run of another user.
+@pytest.mark.parametrize("in_the_way", ["2/sweep.log/x", "2/.lock/x", "2"])
 def test_a_run_that_cannot_be_started_fails_and_does_not_stop_the_others(
-    toml, tmp_path
+    toml, tmp_path, in_the_way
 ):
     path = toml(FAKE + "[grid]\nseed = [1, 2, 3]")
-    in_the_way = tmp_path / "runs" / "2" / "sweep.log"  # An error like a full disk's.
-    in_the_way.mkdir(parents=True)
+    file = tmp_path / "runs" / in_the_way
+    file.parent.mkdir(parents=True)
+    file.touch()
     assert sweep.main([str(path)]) == 70
     assert states(tmp_path) == ["finished", "failed", "finished"]
-    assert "Is a directory" in summary(tmp_path)[1]["error"]
-    in_the_way.rmdir()
+    assert "a directory" in summary(tmp_path)[1]["error"]
+    (tmp_path / "runs" / "2").rename(tmp_path / "2")
     assert sweep.main([str(path)]) == 0
 
 
