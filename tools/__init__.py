@@ -19,6 +19,8 @@
 The last column says when to use each. `python -m tools.NAME --help` explains a program.
 """
 
-from core.imports import explain_missing_packages
+from core.imports import explain_missing_packages, open_closed_streams
 
-explain_missing_packages()  # Here once, for each program of this package.
+# Here once, for each program of this package.
+open_closed_streams()
+explain_missing_packages()

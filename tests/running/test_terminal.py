@@ -435,6 +435,19 @@ def test_a_run_needs_no_open_standard_streams(tmp_path):
     assert "Done" in (tmp_path / "x/out.log").read_text()
 
 
+HAS_NULL = """
+import os, tools
+fds = [os.readlink(f"/proc/self/fd/{i}") for i in range(3)]
+assert fds == 3 * [os.devnull], fds
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_no_file_of_a_tool_gets_the_descriptor_of_a_closed_stream():
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c"]
+    assert subprocess.run([*command, HAS_NULL], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_no_file_of_a_server_gets_the_descriptor_of_a_closed_stream(
     start_program, folder
