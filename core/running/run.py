@@ -132,6 +132,7 @@ class Run:
         self.learner = learner
         self.stop = stop
         self.run_dir = run_dir
+        self._place = Path(flags.savedir, flags.xpid).absolute()  # May be a link.
         self._others = learner.learners
         self._has_folder = ranks.rank() == 0
         # meta.json as earlier starts of the run left it.
@@ -245,7 +246,7 @@ class Run:
         extra |= {"step": self.learner.step, "env_options": dict(env_options)}
         flags = ranks.flags_of_run(self.flags)
         folder.write_meta(self.run_dir, flags=flags, extra=extra)
-        folder.link_latest(Path(self.flags.savedir, self.flags.xpid))
+        folder.link_latest(self._place)
 
     @property
     def first_incarnation(self) -> int:

@@ -303,13 +303,15 @@ def test_a_run_that_begins_again_without_a_checkpoint_says_so(
         a_run.record({})
 
 
-def test_latest_points_to_a_run_whose_folder_is_on_another_disk(tmp_path):
+def test_latest_points_to_a_run_whose_folder_is_on_another_disk(tmp_path, monkeypatch):
     savedir, other_disk = tmp_path / "runs", tmp_path / "other"
     for path in (savedir, other_disk, other_disk / "x"):
         path.mkdir()
     (savedir / "x").symlink_to(other_disk / "x")
-    a_run = make_run(savedir)
-    a_run.run_dir = folder.prepare_run_dir(savedir, "x")
+    monkeypatch.chdir(tmp_path)
+    a_run = make_run(Path("runs"))
+    a_run.run_dir = folder.prepare_run_dir(Path("runs"), "x")
+    monkeypatch.chdir(other_disk)  # An environment of the program may do so.
     a_run.record({})
     assert os.readlink(savedir / "latest") == "x"
     names = {path.name for path in (*savedir.iterdir(), *other_disk.iterdir())}
