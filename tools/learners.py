@@ -73,7 +73,7 @@ def run_learners(statuses: Path) -> int:
         return Exit.CONFIG
     except SignalException:  # torchrun has handed it on, and waited for the learners.
         if not statuses.exists():  # It was deleted, and no learner has ended since.
-            print("All learners of this machine were killed", file=sys.stderr)
+            print("No learner could write how it ended", file=sys.stderr)
             return Exit.INTERNAL
         for path in sorted(statuses.iterdir(), key=lambda path: int(path.name)):
             text = path.read_text()
