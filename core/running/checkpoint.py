@@ -90,18 +90,12 @@ def save(
       The path of the new checkpoint.
 
     Raises:
-      ValueError: a tensor of the group "model" is not finite, so training cannot go on
-        from it; or an argument is out of range.
+      ValueError: an argument is out of range.
       CheckpointError: the file cannot be written: disk full, read-only, or the like.
         The old checkpoints are unchanged.
     """
     if not 0 <= step < 10**12:
         raise ValueError(f"step is {step}; expected 0 <= step < 10**12")
-    for name, tensor in tensors.get("model", {}).items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"model tensor {name} is not finite at step {step}; not saved"
-            )
     data = _encode(step, tensors, state)
     path = directory / f"step-{step:012d}.safetensors"
     try:
@@ -337,6 +331,22 @@ def weights_for(model: torch.nn.Module, found: Checkpoint) -> dict[str, torch.Te
             got[name] = got[name].float()
     check_tensors(expected, got)
     return got
+
+
+def find_not_finite(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> str | None:
+    """Return the name of one of the model's tensors that has wrong numbers, or None.
+
+    A parameter must be finite. A buffer may hold infinities, as a mask of attention
+    does, but no NaN.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    for name, tensor in tensors.items():
+        is_wrong = tensor.isnan() if name not in parameters else ~tensor.isfinite()
+        if is_wrong.any():
+            return name
+    return None
 
 
 def check_tensors(

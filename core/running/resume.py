@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from core import ranks
 from core.algorithm.update import Learner
 from core.errors import ConfigError
@@ -48,7 +46,11 @@ class Snapshots:
         }
 
     def take(self) -> tuple[dict[str, Any], dict[str, Nest]]:
-        """Return the state for `restore`: values for JSON, copies of all tensors."""
+        """Return the state for `restore`: values for JSON, copies of all tensors.
+
+        Raises:
+          ValueError: a weight is not finite, so training cannot go on from it.
+        """
         learner = self._learner
         tensors: Nest = {"model": dict(learner.net.state_dict())}
         optimizers: dict[str, Any] = {}
@@ -59,6 +61,10 @@ class Snapshots:
         tensors = map_nest(  # Copies, because training goes on while they are written.
             lambda x: x.detach().to("cpu", copy=True), tensors
         )
+        if wrong := checkpoint.find_not_finite(learner.net, tensors["model"]):
+            raise ValueError(
+                f"weight {wrong} is not finite at step {learner.step}; not saved"
+            )
         rng, rng_tensors = rng_state()
         state = {
             "flags": ranks.flags_of_run(self._flags),
@@ -139,9 +145,8 @@ class Snapshots:
                 f"--init_from {found.path} does not fit: {error}"
                 f"{self._flag_differences(found)}"
             ) from error
-        for key, tensor in model.items():
-            if not torch.isfinite(tensor).all():
-                raise ConfigError(f"--init_from {found.path}: {key} is not finite")
+        if key := checkpoint.find_not_finite(self._learner.net, model):
+            raise ConfigError(f"--init_from {found.path}: {key} is not finite")
         self._learner.net.load_state_dict(model)
         differences = self._flag_differences(found)
         log.info("Weights of %s, step %d%s", found.path, found.step, differences)

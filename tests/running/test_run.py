@@ -91,6 +91,41 @@ def newest(savedir: Path) -> Path:
     return savedir / "old" / "checkpoints" / "step-000000000200.safetensors"
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_not_saved(savedir, bad):
+    broken = make_run(savedir, xpid="broken")
+    with torch.no_grad():
+        last_parameter(broken)[-1] = bad
+    with pytest.raises(ValueError, match="is not finite at step 0; not saved"):
+        broken.save()
+    assert checkpoint.load_from(savedir / "broken") is None
+
+
+def test_a_buffer_may_hold_infinities_but_no_nan(savedir, monkeypatch):
+    """Such as the mask of a transformer's attention."""
+
+    class Net(monobeast.Net):
+        def __init__(self, *spaces, **options):
+            super().__init__(*spaces, **options)
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(3)
+            self.register_buffer("mask", mask)
+
+    monkeypatch.setattr(monobeast, "Net", Net)
+    first = make_run(savedir, xpid="masked")
+    with first.open():
+        first.save()
+    for again in (
+        make_run(savedir, xpid="masked"),
+        make_run(savedir, "--init_from", "masked", xpid="new"),
+    ):
+        again.learner.net.mask.zero_()
+        again.resume()
+        assert torch.equal(again.learner.net.mask, first.learner.net.mask)
+    first.learner.net.mask.fill_(math.nan)
+    with pytest.raises(ValueError, match="mask is not finite"):
+        first.save()
+
+
 @pytest.mark.parametrize("name", ["old", "path", "checkpoints", "step", "older"])
 def test_a_new_run_begins_with_the_weights_of_another_and_nothing_else(savedir, name):
     place = {
@@ -908,7 +943,7 @@ def test_a_stranger_s_checkpoint_runs_nothing_and_harms_nothing(
         case "state":
             state["flags"] = state["learner"] = [["evil"]] * 10
     evil = tmp_path / "evil"
-    evil.write_bytes(checkpoint._encode(1, tensors, state))  # `save` refuses NaN.
+    evil.write_bytes(checkpoint._encode(1, tensors, state))
     new = make_run(savedir, "--init_from", str(evil), xpid="new")
     before = weights(new)
     events: list[str] = []
