@@ -45,14 +45,17 @@ def dry_run(
 
     Raises:
       RuntimeError: `net` raised an error, which is the cause of this one.
-      ConfigError: outputs or recurrent state have another structure, shape or dtype, or
-        `net` writes to its inputs. The message names what was expected and what was
-        returned.
+      ConfigError: outputs or recurrent state have another structure, shape or dtype, an
+        output has the name of another key of the rollout, or `net` writes to its
+        inputs. The message names what was expected and what was returned.
     """
-    if not isinstance(getattr(net, "distribution", None), ActionDistribution):
+    distribution = getattr(net, "distribution", "none")
+    if not isinstance(distribution, ActionDistribution):
         needed = "self.distribution = ActionDistribution(action_space)"
-        raise _error("__init__", needed, getattr(net, "distribution", "none"))
+        raise _error("__init__", needed, distribution)
     device = next(net.parameters()).device
+    taken = {*row_spec(spaces.observation, spaces.action, ()), "policy_version"}
+    taken |= {*distribution.columns, "replayed"}
     # A copy: the running statistics must not include the zeros. `to` packs the weights
     # of an LSTM on a GPU again.
     net = copy.deepcopy(net).to(device)
@@ -74,6 +77,11 @@ def dry_run(
         got, after = result
         if not isinstance(got, dict):
             raise _error("forward's outputs", f"a dict with {', '.join(outputs)}", got)
+        if both := sorted(taken & (got if stores_all else outputs).keys()):
+            raise ConfigError(
+                f"the network: forward has the outputs {', '.join(both)}, but rollouts "
+                "have other arrays of that name: give each output a name of its own"
+            )
         for name, spec in outputs.items():
             if name not in got:
                 needed = f"{name!r} among forward's outputs"

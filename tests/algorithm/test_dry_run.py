@@ -210,6 +210,18 @@ def test_an_output_that_no_rollout_can_hold_is_named(make, got):
     )
 
 
+@pytest.mark.parametrize("name", ["reward", "action", "policy_version", "replayed"])
+def test_an_output_with_the_name_of_another_array_of_the_rollout_is_refused(name):
+    """PolyBeast learned from it in place of the reward."""
+    net = Changed(lambda outputs, state: ({**outputs, name: outputs["baseline"]}, ()))
+    dry_run(net, SPACES, OUTPUTS)  # Only `OUTPUTS` are stored.
+    message = f"forward has the outputs {name}, but rollouts have other arrays"
+    with pytest.raises(ConfigError, match=message):
+        dry_run(net, SPACES, OUTPUTS, stores_all=True)
+    with pytest.raises(ConfigError, match=message):
+        dry_run(net, SPACES, {**OUTPUTS, name: ArraySpec((), F32)})
+
+
 def test_a_network_without_a_gradient_is_found():
     def square_in_place(x):
         value = x.exp()
