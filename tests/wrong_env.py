@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import SyncVectorEnv
 
 from core.environments.toys import Catch
 
@@ -49,6 +50,10 @@ def make_hanging() -> Wrong:
         time.sleep(1e6)  # Until killed.
 
     return Wrong(hang_forever)
+
+
+def make_vector() -> SyncVectorEnv:
+    return SyncVectorEnv([Catch, Catch])
 
 
 def make_never() -> Wrong:

@@ -17,8 +17,15 @@ def adapt(env: Any) -> gym.Env:
     """Return `env` if it is a Gymnasium environment, else `ClassicGym(env)`.
 
     Raises:
-      MakeError: `env` lacks a method or a space, or a space has no counterpart.
+      MakeError: `env` lacks a method or a space, or a space has no counterpart; or it
+        is a vector environment.
     """
+    if isinstance(env, gym.vector.VectorEnv):
+        raise MakeError(
+            f"{type(env).__name__} is a vector environment; expected one environment, "
+            "because actors and servers make several. docs/environments.md shows how "
+            "PolyBeast's servers use a vector environment."
+        )
     needed = ("reset", "step", "observation_space", "action_space")
     missing = [attribute for attribute in needed if not hasattr(env, attribute)]
     if missing:

@@ -127,6 +127,7 @@ def test_an_id_may_have_no_render_mode_or_one_of_its_own(user_module):
         ("tests.counting_env:mak", "no function 'mak'.*Did you mean make"),
         ("tests.counting_env:LIVES", "expected a function, got 2"),
         ("fractions:Fraction", "Fraction has no reset, step, observation_space"),
+        ("tests.wrong_env:make_vector", "SyncVectorEnv is a vector environment"),
         ("gym:CartPole-v1", r"pip install -e .\[classic\]"),
         ("Nobody-v0", "If another package registers this id, write package:ID"),
         ("Cart Pole-v1", "--env Cart Pole-v1: Malformed environment ID"),
