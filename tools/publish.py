@@ -5,8 +5,9 @@
     python -m monobeast --mode test --savedir results/play --xpid my-agent --video
 
 The copy has the run's meta.json and its newest good checkpoint, without the optimizer
-and with the weights in float16, which is a quarter of the size. `--init_from
-results/play/my-agent` starts a training run with these weights.
+and with the weights in float16, which is a quarter of the size. Tensors with numbers
+too large for float16 stay float32. `--init_from results/play/my-agent` starts a
+training run with these weights.
 """
 
 import argparse
@@ -35,13 +36,18 @@ def publish(run_dir: Path, out: Path) -> Path:
         out / "checkpoints",
         step=found.step,
         tensors={
-            "model": {
-                name: tensor.half() if tensor.dtype == torch.float32 else tensor
-                for name, tensor in found.tensors["model"].items()
-            }
+            "model": {name: halve(x) for name, x in found.tensors["model"].items()}
         },
         state={"flags": {k: v for k, v in found.state["flags"].items() if k in FLAGS}},
     )
+
+
+def halve(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a float32 tensor as float16, unless it has a number too large for that."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    half = tensor.half()
+    return half if half.isinf().equal(tensor.isinf()) else tensor
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -59,6 +59,23 @@ def test_only_the_weights_are_published_in_half_precision(runs, published):
     assert path.stat().st_size < original.path.stat().st_size / 3
 
 
+def test_a_tensor_too_large_for_half_precision_is_published_as_it_is(tmp_path):
+    mask = torch.tensor([0.0, -torch.inf])
+    model = {"mask": mask, "count": torch.tensor([1e5, 3.0]), "w": torch.ones(3)}
+    state = {"flags": {}}
+    checkpoint.save(
+        tmp_path / "checkpoints", step=1, tensors={"model": model}, state=state
+    )
+    (tmp_path / "meta.json").touch()
+    publish.publish(tmp_path, tmp_path / "small")
+    found = checkpoint.load(tmp_path / "small" / "checkpoints").tensors["model"]
+    assert found["count"].equal(model["count"])
+    for name in ("mask", "w"):
+        assert found[name].dtype == torch.float16 and found[name].equal(
+            model[name].half()
+        )
+
+
 def test_it_plays_as_what_it_was_made_of(start_for_module, runs, published):
     start, _ = start_for_module
     results = []
