@@ -64,14 +64,9 @@ def dry_run(
         rows = zero_rows(spaces, T, B)
         rows["done"][1:2, 0] = True
         rows = map_nest(lambda x: x.to(device), rows)
-        versions = [(name, x, x._version) for name, x in leaves(rows)]
-        with _explain_forward(rows):
+        # MonoBeast's actors give it the rollout itself.
+        with _refuse_writes(rows, "the network: forward"), _explain_forward(rows):
             result = net(rows, state)
-        for name, x, version in versions:
-            if x._version != version:  # MonoBeast's actors give it the rollout itself.
-                where = f"forward has an operation in place on its input {name!r}:"
-                needed = "a new tensor (x = x / 2, x.unsqueeze(1))"
-                raise _error(where, needed, "x /= 2, x.unsqueeze_(1) or the like")
         if not isinstance(result, tuple) or len(result) != 2:
             raise _error("forward", "a tuple (outputs, core_state)", result)
         got, after = result
@@ -172,7 +167,23 @@ def dry_run_loss(learner: Learner, spaces: Spaces) -> None:
     for name, nest in outputs.items():
         if all(torch.is_tensor(x) and x.shape[:2] == (T, B) for _, x in leaves(nest)):
             rows[name] = nest
-    compute_gradient(flags, net, learner.loss, rows, state)
+    # The memory of the batch may hold rollouts that are replayed later.
+    with _refuse_writes(rows, "compute_loss"):
+        compute_gradient(flags, net, learner.loss, rows, state)
+
+
+@contextlib.contextmanager
+def _refuse_writes(rows: Mapping[str, Nest], who: str) -> Iterator[None]:
+    """Raise ConfigError if the block writes to a tensor of `rows`."""
+    versions = [(name, x, x._version) for name, x in leaves(rows)]
+    yield
+    for name, x, version in versions:
+        if x._version != version:
+            raise ConfigError(
+                f"{who} has an operation in place on its input {name!r}: expected a "
+                "new tensor (x = x / 2, x.unsqueeze(1)), got x /= 2, x.unsqueeze_(1) "
+                "or the like"
+            )
 
 
 def _initial_state(

@@ -355,6 +355,14 @@ def test_a_loss_is_tried_on_a_batch_like_those_of_the_run(action):
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in learner.net.parameters())
 
+    def halve_rewards(flags, net, rows, state):
+        rows["reward"][1:] /= 2
+        return update.compute_loss(flags, net, rows, state)
+
+    learner.loss = halve_rewards  # Replay would give it the same rollout again.
+    with pytest.raises(ConfigError, match="compute_loss has an operation in place"):
+        dry_run_loss(learner, spaces)
+
     learner.loss = lambda *args: update.compute_loss(*args).total_loss
     with pytest.raises(ConfigError, match="compute_loss returned a Tensor; expected"):
         dry_run_loss(learner, spaces)
