@@ -53,6 +53,9 @@ def dry_run(
     if not isinstance(distribution, ActionDistribution):
         needed = "self.distribution = ActionDistribution(action_space)"
         raise _error("__init__", needed, distribution)
+    for name, value in net.state_dict().items():
+        if not isinstance(value, torch.Tensor):  # Of `get_extra_state`.
+            raise _error(f"{name!r} in its state_dict", "a tensor", value)
     device = next(net.parameters()).device
     taken = {*row_spec(spaces.observation, spaces.action, ()), "policy_version"}
     taken |= {*distribution.columns, "replayed"}

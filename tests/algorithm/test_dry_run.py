@@ -83,6 +83,11 @@ class ListState(Tiny):
         return [torch.zeros(1, batch_size, 5)]
 
 
+class ExtraState(Tiny):
+    def get_extra_state(self):
+        return {"count": 3}
+
+
 class ScalesInPlace(Tiny):
     def forward(self, rows, core_state=()):
         x = rows["observation"].float()  # The same tensor, if it has this dtype.
@@ -91,6 +96,10 @@ class ScalesInPlace(Tiny):
 
 
 WRONG = {
+    "extra state": (
+        ExtraState,
+        "'_extra_state' in its state_dict expected a tensor, got a dict with 'count'",
+    ),
     "other shape": (
         one("policy_logits", lambda x: x[..., 1:]),
         "'policy_logits', .* expected float32[1,1,7], got float32[1,1,6]",
