@@ -224,8 +224,16 @@ def workplace() -> Iterator[Path]:
         yield Path(folder)
 
 
-def wait_for(condition: Callable[[], object], limit_s: float = DEADLINE_S) -> float:
+def wait_for(
+    condition: Callable[[], object],
+    limit_s: float = DEADLINE_S,
+    *,
+    poll_s: float = POLL_S,
+) -> float:
     """Poll until it is true; return the seconds that took.
+
+    Args:
+      poll_s: time between two looks. Longer where a look takes a core for long.
 
     Raises:
       TimeoutError: it took more than `limit_s`.
@@ -234,7 +242,7 @@ def wait_for(condition: Callable[[], object], limit_s: float = DEADLINE_S) -> fl
     while not condition():
         if time.monotonic() - began > limit_s:
             raise TimeoutError(f"not true within {limit_s:g} s: {condition}")
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
     return time.monotonic() - began
 
 
