@@ -9,6 +9,7 @@
 #include <iterator>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "batching_queue.h"
