@@ -108,6 +108,15 @@ def describe_taken_port(args: argparse.Namespace) -> str:
     )
 
 
+def respect_nohup() -> None:
+    """Block SIGHUP if it is ignored: torchrun would replace that by a handler.
+
+    Threads and learners that are started later inherit this.
+    """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+
+
 def stop_without_learners() -> None:
     """Let SIGTERM and Ctrl-C end this program with 75 until torchrun handles them.
 
@@ -124,9 +133,6 @@ def stop_without_learners() -> None:
         shutil.rmtree(os.environ.get(ranks.STATUS_DIR, ""), ignore_errors=True)
         os._exit(Exit.STOPPED)
 
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # `nohup`. For all threads
-        # and for the learners: torchrun would replace SIG_IGN by a handler.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     signals, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -136,5 +142,6 @@ def stop_without_learners() -> None:
 
 
 if __name__ == "__main__":
+    respect_nohup()
     stop_without_learners()
     sys.exit(main())

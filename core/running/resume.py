@@ -46,11 +46,7 @@ class Snapshots:
         }
 
     def take(self) -> tuple[dict[str, Any], dict[str, Nest]]:
-        """Return the state for `restore`: values for JSON, copies of all tensors.
-
-        Raises:
-          ValueError: a weight is not finite, so training cannot go on from it.
-        """
+        """Return the state for `restore`: values for JSON, copies of all tensors."""
         learner = self._learner
         tensors: Nest = {"model": dict(learner.net.state_dict())}
         optimizers: dict[str, Any] = {}
@@ -61,10 +57,6 @@ class Snapshots:
         tensors = map_nest(  # Copies, because training goes on while they are written.
             lambda x: x.detach().to("cpu", copy=True), tensors
         )
-        if wrong := checkpoint.find_not_finite(learner.net, tensors["model"]):
-            raise ValueError(
-                f"weight {wrong} is not finite at step {learner.step}; not saved"
-            )
         rng, rng_tensors = rng_state()
         state = {
             "flags": ranks.flags_of_run(self._flags),

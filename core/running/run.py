@@ -520,6 +520,7 @@ class Run:
         Raises:
           CheckpointError: the checkpoint cannot be written.
           StallError: an update has not ended within LOCK_S.
+          ValueError: a weight is not finite, so training cannot go on from it.
         """
         if self.flags.disable_checkpoint:
             self._last_save = time.monotonic()  # `tick` tries again after an interval.
@@ -530,9 +531,12 @@ class Run:
             state, tensors = self._snapshots.take()
             extra, extra_tensors = self.extra_state()
             elapsed_s = self._earlier_s + time.monotonic() - self._started
+        step = state["learner"]["step"]
+        if wrong := checkpoint.find_not_finite(learner.net, tensors["model"]):
+            raise ValueError(f"weight {wrong} is not finite at step {step}; not saved")
         checkpoint.save(
             self._checkpoints,
-            step=state["learner"]["step"],
+            step=step,
             tensors={**tensors, **extra_tensors},
             state={**state, "time_s": elapsed_s, **extra},
         )

@@ -96,7 +96,8 @@ def test_a_weight_that_is_not_finite_is_not_saved(savedir, bad):
     broken = make_run(savedir, xpid="broken")
     with torch.no_grad():
         last_parameter(broken)[-1] = bad
-    with pytest.raises(ValueError, match="is not finite at step 0; not saved"):
+    expected = pytest.raises(ValueError, match="is not finite at step 0; not saved")
+    with broken.open(), expected:
         broken.save()
     assert checkpoint.load_from(savedir / "broken") is None
 
