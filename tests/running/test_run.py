@@ -96,8 +96,8 @@ def test_a_weight_that_is_not_finite_is_not_saved(savedir, bad):
     broken = make_run(savedir, xpid="broken")
     with torch.no_grad():
         last_parameter(broken)[-1] = bad
-    expected = pytest.raises(ValueError, match="is not finite at step 0; not saved")
-    with broken.open(), expected:
+    refusal = pytest.raises(ValueError, match="is not finite at step 0; not saved")
+    with refusal, broken.open():
         broken.save()
     assert checkpoint.load_from(savedir / "broken") is None
 
