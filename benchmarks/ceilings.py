@@ -210,6 +210,7 @@ def measure_transport(argv: list[str], part_s: float) -> dict[str, float]:
     Rows of that size come from mock environments, and constants answer them.
     """
     flags = importlib.import_module("polybeast").parse_flags(argv)
+    pool = importlib.import_module("core.remote.pool")
     observation = monobeast.read_env(flags)[0].observation
     result = transport.measure(
         "data path",
@@ -219,6 +220,7 @@ def measure_transport(argv: list[str], part_s: float) -> dict[str, float]:
         servers=flags.num_servers,
         num_bytes=sum(spec.nbytes for _, spec in leaves(spec_of(observation))),
         roaming=True,  # As servers that a learner starts.
+        num_threads=pool.num_receiving_threads(),
     )
     cpu_us = result["client_us"] + result["server_us"]
     return {"sps": result["sps"], "cpu_us": cpu_us}

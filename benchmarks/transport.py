@@ -35,7 +35,7 @@ frame in every step. Whole stacks are sent, and in turns only the newest frames,
 TCP on this machine; the table has the bytes of network per step.
 
 With --threads: the data path with this number of receiving threads in the learner
-(`ActorPool(num_threads=...)`, 1 in polybeast.py), in turns. There are as many servers
+(`core.remote.pool.num_receiving_threads`), in turns. There are as many servers
 as cores, with 16 streams of 16 environments.
 """
 

@@ -48,6 +48,18 @@ def test_the_values_that_rows_may_have_are_those_of_the_servers_spaces():
     assert options["step_timeout_s"] == 11 * 7 + pool.SUPERVISOR_S
 
 
+@pytest.mark.parametrize("cores, threads", [(1, 1), (2, 1), (7, 1), (8, 2), (96, 4)])
+def test_threads_that_receive_are_as_many_as_the_cores_allow(
+    monkeypatch, cores, threads
+):
+    monkeypatch.setattr(pool, "num_cores", lambda: cores)
+    space = gym.spaces.Discrete(3)
+    options = pool.stream_options(
+        polybeast.parse_flags([]), messages.Welcome(observation=space, action=space)
+    )
+    assert options["num_threads"] == threads
+
+
 def test_an_environment_that_has_changed_since_it_was_described_ends_the_run():
     flags = polybeast.parse_flags(["--seed", "1"])
     with tempfile.TemporaryDirectory(prefix="tb") as folder:
