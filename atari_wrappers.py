@@ -27,6 +27,7 @@ episode's first observation (no-ops, fire) are dropped.
 
 import collections
 import contextlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,8 +42,7 @@ from core.errors import MakeError
 IMPORT_ERROR: str | None = None
 try:
     import ale_py
-    import cv2
-except ImportError as error:  # Only Atari games need them: make_atari raises it.
+except ImportError as error:  # Only Atari games need it: make_atari raises it.
     IMPORT_ERROR = str(error)
 
 # Indices in the minimal and in the full action set of every game.
@@ -136,8 +136,7 @@ def make_atari(
     """
     if IMPORT_ERROR:
         raise MakeError(
-            f"--env {env_id}: {IMPORT_ERROR}. Atari games need: "
-            "pip install ale-py opencv-python-headless"
+            f"--env {env_id}: {IMPORT_ERROR}. Atari games need: pip install ale-py"
         )
     if not is_atari(env_id):
         raise MakeError(
@@ -396,16 +395,46 @@ class FireReset(gym.Wrapper):
 
 
 class WarpFrame(gym.ObservationWrapper):
-    """Scale pictures to 84x84 (Mnih et al. 2015), with cv2's INTER_AREA."""
+    """Scale pictures to 84x84 (Mnih et al. 2015).
 
-    SIZE = (84, 84)
+    A new pixel is the mean of the area that it covers, rounded; halves to even. cv2's
+    INTER_AREA, which Gymnasium's AtariPreprocessing uses, computes the same, but rounds
+    some halves the other way. This takes less than half the time.
+    """
+
+    SIZE = 84
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.observation_space = gym.spaces.Box(0, 255, self.SIZE, np.uint8)
+        self.observation_space = gym.spaces.Box(
+            0, 255, (self.SIZE, self.SIZE), np.uint8
+        )
+        height, width = env.observation_space.shape
+        self._rows = overlaps(height, self.SIZE)
+        self._columns = np.ascontiguousarray(overlaps(width, self.SIZE).T)
+        self._area = np.float32(self._rows.shape[1] * self._columns.shape[0])
 
     def observation(self, observation):
-        return cv2.resize(observation, self.SIZE, interpolation=cv2.INTER_AREA)
+        (_, rows), (columns, _) = self._rows.shape, self._columns.shape
+        # All sums are whole numbers below 2**24, which are exact in float32.
+        x = observation.reshape(-1, rows, observation.shape[1]).astype(np.float32)
+        x = (self._rows @ x).reshape(-1, columns) @ self._columns
+        x /= self._area
+        return np.rint(x, out=x).astype(np.uint8).reshape(self.SIZE, self.SIZE)
+
+
+def overlaps(old: int, new: int) -> np.ndarray:
+    """Return how much each of `new` equal parts of a line covers each of `old` parts.
+
+    The pattern repeats gcd(old, new) times; returns it once: float32
+    [new / gcd, old / gcd], whole numbers. Each row's sum is old / gcd.
+    """
+    repeats = math.gcd(old, new)
+    old, new = old // repeats, new // repeats
+    # Both are old x new units long.
+    begins, others = old * np.arange(new)[:, None], new * np.arange(old)
+    covered = np.minimum(begins + old, others + new) - np.maximum(begins, others)
+    return covered.clip(min=0).astype(np.float32)
 
 
 class FrameStack(gym.Wrapper):

@@ -90,7 +90,6 @@ setup(
         "numpy>=1.26",
         "gymnasium>=1.0",
         "ale-py>=0.10",
-        "opencv-python-headless>=4.8",
         "safetensors>=0.4",
         "rich>=13",
         "tensorboard>=2.15",
@@ -112,13 +111,13 @@ setup(
             "gym==0.26.2",
             "atari-py==0.2.9",
             "numpy<2; python_version<'3.13'",
-            "opencv-python-headless<4.12; python_version<'3.13'",
         ],
         "dev": [
             "pytest",
             "pytest-timeout",
             "hypothesis",
             "coverage>=7.16",
+            "opencv-python-headless",  # Gymnasium's own wrappers, to compare with.
             "matplotlib",
             "ruff",
             "mypy",

@@ -14,7 +14,7 @@ from core.errors import Exit
 
 # The import names of the packages that setup.py requires.
 PACKAGES = (
-    *("ale_py", "cryptography", "cv2", "grpc", "gymnasium", "imageio", "matplotlib"),
+    *("ale_py", "cryptography", "grpc", "gymnasium", "imageio", "matplotlib"),
     *("minatar", "numpy", "psutil", "rich", "safetensors", "tensorboard", "torch"),
 )
 

@@ -142,7 +142,7 @@ rm -f "$stamp"
 if [ "$profile" = classic ]; then
     say "installing this project and classic gym into $venv; compiling atari-py"
     # Classic gym is older than numpy 2, and [classic] says which numpy it takes.
-    grep -vE "^(numpy|opencv-python-headless)==" requirements.txt >"$venv/constraints.txt"
+    grep -v "^numpy==" requirements.txt >"$venv/constraints.txt"
     pip_install -c "$venv/constraints.txt" -e ".[classic]" pytest pytest-timeout
 else
     say "installing requirements.txt into $venv (PyTorch's CUDA build is some GB)"

@@ -180,7 +180,7 @@ def _unknown(name: str, names: list[str]) -> str:
         f"gym:ID, Catch or Memory.{_did_you_mean([by_lower[n] for n in near])}"
     )
     if importlib.util.find_spec("ale_py") is None:
-        message += " (Atari games need: pip install ale-py opencv-python-headless)"
+        message += " (Atari games need: pip install ale-py)"
     return message
 
 

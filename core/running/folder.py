@@ -244,7 +244,7 @@ def _describe_code() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    names = ("torch", "gymnasium", "ale-py", "numpy", "opencv-python-headless")
+    names = ("torch", "gymnasium", "ale-py", "numpy")
     installed = importlib.metadata.distributions
     return {"python": platform.python_version()} | {
         name: next((d.version for d in installed(name=name)), None) for name in names

@@ -1262,7 +1262,7 @@ def test_sockets_of_a_killed_program_are_taken_over(start, folder):
 # A machine of environment servers: it has grpcio, numpy and gymnasium only.
 SMALL_MACHINE = """
 import runpy, sys
-names = "torch libtorchbeast psutil rich cv2 ale_py safetensors google.protobuf"
+names = "torch libtorchbeast psutil rich ale_py safetensors google.protobuf"
 sys.modules |= dict.fromkeys(names.split())  # None: `import` raises an exception.
 sys.argv = ["polybeast_env", *sys.argv[1:]]
 runpy.run_module("polybeast_env", run_name="__main__")
@@ -1286,7 +1286,7 @@ def test_servers_without_ale_py_say_what_atari_needs(folder):
     assert done.returncode == Exit.CONFIG, done.stderr
     (line,) = done.stderr.splitlines()
     assert "--env PongNoFrameskip-v4" in line
-    assert "pip install ale-py opencv-python-headless" in line
+    assert "pip install ale-py)" in line
 
 
 def test_servers_recover_from_running_out_of_files(start, folder):

@@ -5,7 +5,7 @@
 #
 # Other environments need other packages: --build-arg ENV_PACKAGES="gymnasium[mujoco]"
 FROM debian:bookworm-slim
-ARG ENV_PACKAGES="ale-py opencv-python-headless minatar"
+ARG ENV_PACKAGES="ale-py minatar"
 ENV PATH=/venv/bin:$PATH
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3-venv \
