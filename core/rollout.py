@@ -242,7 +242,7 @@ def flat_ranges(space: gym.Space) -> np.ndarray:
     A network's input is (x - offset) / scale. For the integers of a Box this is in
     [0, 1], or in [-1, 1] if the lower bound is negative (then 0 stays 0). Offset 0 and
     scale 1 leave all other values as they are: floats, bools, other spaces, and
-    integers whose range is 2**30 or more (usually the bounds of the dtype).
+    integers whose scale would be 2**30 or more (usually the bounds of the dtype).
     """
     parts: list[np.ndarray] = []
     match space:
