@@ -349,10 +349,10 @@ def own_cores(flags: argparse.Namespace) -> list[int]:
     """Return the cores to distribute among the servers; empty: use any core.
 
     The threads of a server share a GIL. On one core they wake each other faster: a
-    message takes a third less CPU time (results/speed). So each server stays on one
-    core if every core has the same number of servers, no learner started these servers,
-    and the container has no CPU quota. If your environments start threads or processes,
-    return [] here.
+    message takes the server a third less CPU time (results/speed). So each server stays
+    on one core if every core has the same number of servers, no learner started these
+    servers, and the container has no CPU quota. If your environments start threads or
+    processes, return [] here.
     """
     if flags.with_parent or not hasattr(os, "sched_setaffinity"):
         return []
