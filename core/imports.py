@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 def end_at_signals() -> None:
-    """Make Ctrl-C, as SIGTERM, end this program without a traceback.
+    """Make Ctrl-C end this program without a traceback, as SIGTERM does.
 
     The first process of a container ignores signals unless it has a handler.
     """

@@ -5,9 +5,9 @@
         --learning_rate 0.002 --epsilon 0.001 --batch_size 8
 
 Only empty squares may be played. The observation's key `action_mask` says which they
-are, and the agent never chooses another. To show this, the environment raises an error
-for an illegal move, which ends the run if it goes on. The agent moves first; a win is a
-reward of 1, a loss -1, a draw 0.
+are, and the agent never chooses another one. To show this, the environment raises an
+error for an illegal move, and some such errors in a row would end the run. The agent
+moves first; a win is a reward of 1, a loss -1, a draw 0.
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ each update a learner waits for all other learners. If one learner has no data, 
 other learners wait for up to --stall_timeout_s; then the run stops and names that
 learner.
 
-This is the only module that knows torch.distributed.
+No other module of core and no trainer knows torch.distributed.
 """
 
 import argparse

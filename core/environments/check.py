@@ -2,8 +2,9 @@
 """`python -m core.environments.check ENV`: does ENV obey its own spec?
 
 Prints what the learner will see of the environment, then each kind of violation of its
-spec or of the API, one per line. The exit status is 0 if there is none, else 78. A
-space that the learner does not support is not a violation, but gives status 78 too.
+spec or of the API, one per line. The exit status is 0 if there is none, else 78; it is
+2 if there is no such environment. A space that the learner does not support is not a
+violation, but gives status 78 too.
 """
 
 import argparse
