@@ -6,7 +6,7 @@
 
 PYTHON is the interpreter of the peer's own environment and FOLDER a clone of its
 repository, both made as README.md says; a peer that is not named is left out. README.md
-has the works and the layout of each system.
+has the workloads and the layout of each system.
 
 Each sample is used once, in float32. For each system the table has, as medians of
 `--repeats` turns after a warm-up of WARM_UP_S:
