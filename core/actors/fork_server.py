@@ -14,6 +14,7 @@ only). The fork server then ends, and the kernel sends a signal to its children
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import re
@@ -26,6 +27,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 from core.proc import continue_if_stopped
+from core.running.signals import STOP_SIGNALS
 from core.running.supervise import send_at_parents_end, start_thread
 
 LOOK_S = 0.5  # Interval in which a thread looks whether the fork server is stopped.
@@ -104,17 +106,18 @@ def end_with_program(listener: int, alive: int) -> None:
             os.rmdir(os.path.dirname(path))
         os._exit(0)
 
-    # The program handles Ctrl-C, and SIGHUP, which comes when the terminal closes.
-    # multiprocessing ignores Ctrl-C only after all imports, and SIGHUP never.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # The program handles Ctrl-C; SIGHUP, which comes when the terminal closes; and
+    # SIGTERM, which `timeout` and schedulers send to the whole process group.
+    # multiprocessing ignores only Ctrl-C, and only after all imports.
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
     # SIGCONT, unlike other signals, also reaches a stopped fork server. A shell may
     # send SIGCONT too, and the kernel sends it when any thread of the program ends. So
     # check whether the parent is still the program.
     signal.signal(signal.SIGCONT, lambda *_: end() if os.getppid() != program else None)
-    os.register_at_fork(
-        after_in_child=lambda: signal.signal(signal.SIGCONT, signal.SIG_DFL)
-    )
+    for signum in (signal.SIGCONT, signal.SIGTERM):
+        default = functools.partial(signal.signal, signum, signal.SIG_DFL)
+        os.register_at_fork(after_in_child=default)
     send_at_parents_end(signal.SIGCONT)
     if select.select([alive], [], [], 0)[0]:  # The program has already ended.
         end()
