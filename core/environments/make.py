@@ -52,7 +52,10 @@ def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
     if name not in gym.registry:
         _register_known_packages(name)
     spec = gym.registry.get(name.rpartition(":")[2])
-    if spec is not None and kwargs.get("render_mode") is None:
+    if spec is None:  # Without its version, an Atari game would have no wrappers.
+        known = [*TOYS, *gym.registry]
+        raise MakeError(_unknown(name, known) + _suggest_package(name))
+    if kwargs.get("render_mode") is None:
         # The id may be registered with a render mode, which the wrappers of the
         # environment need. render_mode=None would replace it.
         if "render_mode" in spec.kwargs:
@@ -60,9 +63,6 @@ def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:
     try:
         # Gymnasium's passive checker is not needed: `Environments` checks each step.
         env = _make_with(gym.make, name, disable_env_checker=True, **kwargs)
-    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv):
-        known = [*TOYS, *gym.registry]
-        raise MakeError(_unknown(name, known) + _suggest_package(name)) from None
     except (gym.error.Error, ImportError) as error:
         if getattr(error, "name", None) is not None:
             raise  # The environment's own module has a wrong import.
