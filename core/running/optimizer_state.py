@@ -2,7 +2,8 @@
 """Save and restore the state of optimizers, by the names of the parameters."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,8 +21,8 @@ def optimizer_state(
 
     The content is that of `optimizer.state_dict()`, but without pickle, and with
     parameters by name. Options that are functions are left out, and so are attributes
-    of the optimizer object itself. Tensors are named `<parameter>/<key>`; they are not
-    copied.
+    of the optimizer object itself. Tensors are named `<parameter>/<key>`, or
+    `all groups/<key>` if they belong to no parameter; they are not copied.
 
     Args:
       fresh: the `group_options` of this optimizer when it was new. If an option other
@@ -43,11 +44,14 @@ def optimizer_state(
             return {"tuple": encode(name, list(value))}
         if isinstance(value, list):
             return [encode(f"{name}/{i}", item) for i, item in enumerate(value)]
+        if isinstance(value, dict):
+            _check_keys(name, value)
+            return {"dict": {k: encode(f"{name}/{k}", x) for k, x in value.items()}}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise ValueError(
             f"optimizer state {name} is a {type(value).__name__}; a checkpoint can "
-            "hold tensors, numbers, strings, None, and lists or tuples of these"
+            "hold tensors, numbers, strings, None, and lists, tuples or dicts of these"
         )
 
     groups, state = [], {}
@@ -74,10 +78,13 @@ def optimizer_state(
                     key: encode(f"{name}/{key}", value)
                     for key, value in optimizer.state[parameters[name]].items()
                 }
+    of_all = {k: v for k, v in optimizer.state.items() if not torch.is_tensor(k)}
+    _check_keys("of all groups", of_all)
     return tensors, {
         "class": type(optimizer).__name__,
         "groups": groups,
         "state": state,
+        "of_all": {k: encode(f"all groups/{k}", v) for k, v in of_all.items()},
     }
 
 
@@ -111,18 +118,7 @@ def restore_optimizer(
         same = "the same parameters in other groups, or in another order"
         raise mismatch("optimizer", differences or [same])
 
-    def decode(value: Any) -> Any:
-        match value:
-            case {"tensor": name}:
-                if name not in tensors:
-                    raise CheckpointMismatch(f"optimizer: missing {name}")
-                return tensors[name].clone()
-            case {"tuple": items}:
-                return tuple(decode(items))
-            case list():
-                return [decode(item) for item in value]
-        return value
-
+    decode = functools.partial(_decode, tensors)
     saved = [
         {key: decode(value) for key, value in group["options"].items()}
         for group in state["groups"]
@@ -134,11 +130,18 @@ def restore_optimizer(
     ]
     # torch numbers the parameters of all groups consecutively.
     index = {name: i for i, name in enumerate(chain(*ours))}
+    entries_of = {
+        name: {key: decode(value) for key, value in entries.items()}
+        for name, entries in state["state"].items()
+    }
+    device = next(model.parameters()).device
+    # Older checkpoints have no "of_all".
+    of_all = {k: decode(v, device) for k, v in state.get("of_all", {}).items()}
     optimizer.load_state_dict(
         {
             "state": {
-                index[name]: {key: decode(value) for key, value in entries.items()}
-                for name, entries in state["state"].items()
+                **{index[name]: entries for name, entries in entries_of.items()},
+                **of_all,
             },
             "param_groups": [
                 {**group, **options, "params": [index[name] for name in names]}
@@ -146,6 +149,11 @@ def restore_optimizer(
             ],
         }
     )
+    parameters = dict(model.named_parameters())
+    for name, kept in entries_of.items():
+        loaded = optimizer.state[parameters[name]]
+        for key in kept.keys() & loaded.keys():
+            loaded[key] = _undo_conversion(loaded[key], kept[key])
     if isinstance(optimizer, torch.optim.RMSprop):
         for group in optimizer.param_groups:
             for entries in map(optimizer.state.get, group["params"]):
@@ -159,6 +167,52 @@ def restore_optimizer(
         for key, old in options.items()
         if key in group and key != "lr" and not _equal_values(group[key], old)
     ]
+
+
+def _check_keys(name: str, keys: Iterable[Any]) -> None:
+    for key in keys:
+        if not isinstance(key, str):
+            raise ValueError(
+                f"optimizer state {name} has the key {key!r} "
+                f"({type(key).__name__}); in a checkpoint all keys are strings"
+            )
+
+
+def _decode(
+    tensors: Mapping[str, torch.Tensor], value: Any, device: str | torch.device = "cpu"
+) -> Any:
+    """Return the value that `optimizer_state` encoded, with copies of its tensors."""
+    decode = functools.partial(_decode, tensors, device=device)
+    match value:
+        case {"tensor": name}:
+            if name not in tensors:
+                raise CheckpointMismatch(f"optimizer: missing {name}")
+            return tensors[name].to(device, copy=True)
+        case {"tuple": items}:
+            return tuple(map(decode, items))
+        case {"dict": items}:
+            return {key: decode(item) for key, item in items.items()}
+        case list():
+            return [decode(item) for item in value]
+    return value
+
+
+def _undo_conversion(loaded: Any, saved: Any) -> Any:
+    """Return what `load_state_dict` made of `saved`, but as the optimizer had it.
+
+    torch gives all tensors the dtype of the parameter (a mask and a sum in float64,
+    too), and makes a string the text of a generator.
+    """
+    match saved:
+        case torch.Tensor() if torch.is_tensor(loaded) and loaded.dtype != saved.dtype:
+            return saved.to(loaded.device)
+        case str():
+            return saved
+        case list() | tuple():
+            return type(saved)(map(_undo_conversion, loaded, saved))
+        case dict():
+            return {key: _undo_conversion(loaded[key], x) for key, x in saved.items()}
+    return loaded
 
 
 def _parameter_names(
@@ -194,6 +248,8 @@ def _equal_values(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         same = type(a) is type(b) and len(a) == len(b)
         return same and all(map(_equal_values, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal_values(a[k], b[k]) for k in a)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and a == b

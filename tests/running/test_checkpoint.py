@@ -36,6 +36,36 @@ DTYPES = [
         "int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool"
     ).split()
 ]
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """Has state of all kinds, of each parameter and of the optimizer as a whole."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+        self.state["all"] = {"calls": 0, "rates": {"x": torch.ones(2)}}
+
+    @torch.no_grad()
+    def step(self, closure):
+        torch.enable_grad()(closure)()
+        of_all = self.state["all"]
+        of_all["calls"] += 1
+        of_all["rates"]["x"] *= 0.9
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["sum"] = torch.zeros_like(p, dtype=torch.float64)
+                state["signs"] = [(torch.zeros_like(p, dtype=torch.bool), "kind")]
+                state["steps"] = {"x": torch.zeros(p.shape, dtype=torch.int64)}
+            (negative, kind), number = state["signs"][0], state["steps"]["x"]
+            assert kind == "kind"
+            state["sum"] += p.grad.double() / 3
+            number += ~negative
+            state["signs"] = [(p.grad < 0, kind)]
+            rate = self.param_groups[0]["lr"] * of_all["rates"]["x"][0]
+            p -= (rate * state["sum"] / (number + of_all["calls"])).float()
+
+
 # An optimizer, and options that make it keep all the state it can.
 OPTIMIZERS = {
     "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "lr": 0.01}),
@@ -45,6 +75,7 @@ OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
     "Adagrad": (torch.optim.Adagrad, {}),
     "LBFGS": (torch.optim.LBFGS, {"max_iter": 2}),
+    "a fork's": (OwnOptimizer, {}),
 }
 
 
@@ -884,8 +915,17 @@ def test_a_parameter_that_is_not_the_model_s_is_refused():
 
 def test_optimizer_state_that_json_cannot_hold_is_refused():
     optimizer, model = trained("Adam")
-    optimizer.state[model[1].bias]["seen"] = {1, 2}
-    with pytest.raises(ValueError, match=r"1\.bias/seen is a set"):
+    bias = model[1].bias
+    for value, message in (
+        ({1, 2}, r"1\.bias/seen is a set"),
+        ({"a": {1: 2}}, r"1\.bias/seen/a has the key 1 \(int\)"),
+    ):
+        optimizer.state[bias]["seen"] = value
+        with pytest.raises(ValueError, match=message):
+            optimizer_state.optimizer_state(optimizer, model)
+    del optimizer.state[bias]["seen"]
+    optimizer.state[model[1]] = {"seen": 1}
+    with pytest.raises(ValueError, match=r"has the key Linear.* \(Linear\)"):
         optimizer_state.optimizer_state(optimizer, model)
 
 
