@@ -46,8 +46,9 @@ def dry_run(
     Raises:
       RuntimeError: `net` raised an error, which is the cause of this one.
       ConfigError: outputs or recurrent state have another structure, shape or dtype, an
-        output has the name of another key of the rollout, or `net` writes to its
-        inputs. The message names what was expected and what was returned.
+        output has the name of another key of the rollout, `net` writes to its inputs,
+        or a tensor of `net` cannot be copied. The message names what was expected and
+        what was returned.
     """
     distribution = getattr(net, "distribution", "none")
     if not isinstance(distribution, ActionDistribution):
@@ -62,6 +63,7 @@ def dry_run(
     # A copy: the running statistics must not include the zeros. `to` packs the weights
     # of an LSTM on a GPU again.
     net = copy.deepcopy(net).to(device)
+    _check_copies(net)
     for T, B in SIZES:
         state = _initial_state(net, B, device)
         rows = zero_rows(spaces, T, B)
@@ -103,6 +105,21 @@ def dry_run(
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
             used = [got[name] for name in outputs if got[name].requires_grad]
             torch.stack([x.sum() for x in used]).sum().backward()
+
+
+@torch.no_grad()
+def _check_copies(net: nn.Module) -> None:
+    """Read and write each tensor of `net`, as checkpoints and actors do.
+
+    Raises:
+      ConfigError: one is sparse, or its elements share their memory (`expand`).
+    """
+    for name, x in net.state_dict().items():
+        try:
+            x.copy_(x.to("cpu", copy=True).contiguous())
+        except RuntimeError as error:
+            needed = "a tensor that can be copied (.to_dense(), .clone())"
+            raise _error(f"{name!r} in its state_dict", needed, x) from error
 
 
 @contextlib.contextmanager

@@ -88,6 +88,15 @@ class ExtraState(Tiny):
         return {"count": 3}
 
 
+def with_buffer(buffer):
+    class Buffered(Tiny):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.register_buffer("graph", buffer)
+
+    return Buffered
+
+
 class ScalesInPlace(Tiny):
     def forward(self, rows, core_state=()):
         x = rows["observation"].float()  # The same tensor, if it has this dtype.
@@ -99,6 +108,16 @@ WRONG = {
     "extra state": (
         ExtraState,
         "'_extra_state' in its state_dict expected a tensor, got a dict with 'count'",
+    ),
+    "sparse buffer": (
+        with_buffer(torch.eye(3).to_sparse()),
+        "'graph' in its state_dict expected a tensor that can be copied (.to_dense(), "
+        ".clone()), got float32[3,3]",
+    ),
+    "expanded buffer": (
+        with_buffer(torch.zeros(1).expand(5)),
+        "'graph' in its state_dict expected a tensor that can be copied (.to_dense(), "
+        ".clone()), got float32[5]",
     ),
     "other shape": (
         one("policy_logits", lambda x: x[..., 1:]),
