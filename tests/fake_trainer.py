@@ -20,6 +20,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--total_steps", type=int)
     parser.add_argument("--fail_with", type=int, help="seed of the run that fails")
+    on_or_off = argparse.BooleanOptionalAction
+    parser.add_argument("--shaping", action=on_or_off, default=True)
     parser.add_argument("--wait", action="store_true", help="for SIGUSR1 to finish")
     flags = parser.parse_args()
     folder = flags.savedir / flags.xpid

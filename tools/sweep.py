@@ -176,7 +176,9 @@ def read_sweep(path: Path) -> Sweep:
         own |= {key: value for key, value in point.items() if key != "program"}
         for key in own.keys() & OURS:
             raise SweepError(f"{key}: the sweep sets this flag itself")
-        words = [word for key, value in own.items() for word in to_words(key, value)]
+        words = [
+            word for key, value in own.items() for word in to_words(program, key, value)
+        ]
         name = run_name(point)
         steps = None
         with contextlib.suppress(argparse.ArgumentTypeError):  # The program will say.
@@ -211,13 +213,13 @@ def run_name(point: dict[str, Any]) -> str:
     return re.sub(r"[^\w.=+-]", "-", "-".join(parts))
 
 
-def to_words(key: str, value: Any) -> list[str]:
-    """Return a flag as words of a command line."""
+def to_words(program: str, key: str, value: Any) -> list[str]:
+    """Return a flag as words of a command line of `program`."""
     match value:
         case True:
             return [f"--{key}"]
         case False:  # Most flags are off unless given; a few have an opposite.
-            return [f"--no-{key}"] if key in flags_with_opposites() else []
+            return [f"--no-{key}"] if key in flags_with_opposites(program) else []
         case list():
             return [f"--{key}={','.join(map(str, value))}"]
         case str() | int() | float():
@@ -226,10 +228,13 @@ def to_words(key: str, value: Any) -> list[str]:
 
 
 @functools.cache
-def flags_with_opposites() -> set[str]:
-    kind = argparse.BooleanOptionalAction
-    flags = common_flags.environment_flags()
-    return {action.dest for action in flags if isinstance(action, kind)}
+def flags_with_opposites(program: str) -> set[str]:
+    """Ask the program for its flags that have a --no-NAME, a fork's own too."""
+    command = [sys.executable, "-m", program, "--help"]
+    text = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=False
+    ).stdout
+    return set(re.findall(r"--no-([\w-]+)", text))
 
 
 # --------------------------------------------------------------------------- one run

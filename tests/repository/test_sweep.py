@@ -107,6 +107,15 @@ def test_every_combination_is_a_run_and_its_seed_ends_the_name(toml):
     assert runs[0].total_steps == 5_000_000
 
 
+def test_false_turns_off_what_the_program_has_on_by_default(toml):
+    text = "[flags]\nwait = false\n[grid]\nshaping = [true, false]\nseed = [1]"
+    runs = sweep.read_sweep(toml(FAKE + text)).runs
+    assert [run.flags for run in runs] == [
+        ["--shaping", "--seed=1"],
+        ["--no-shaping", "--seed=1"],
+    ]
+
+
 @pytest.mark.parametrize(
     "text, says",
     [
