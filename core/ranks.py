@@ -12,10 +12,13 @@ Needs no torch. `core.algorithm.learners` connects the learners.
 
 import argparse
 import contextlib
+import json
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+from core.errors import ConfigError
 
 # These flags must be multiples of the number of learners.
 MULTIPLES = ("batch_size", "num_actors", "num_servers")
@@ -122,12 +125,26 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
 
 
 def flags_of_run(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags of the whole run, from a learner's share, as JSON holds them."""
-    result = {}
+    """Return the flags of the whole run, from a learner's share, as JSON holds them.
+
+    Raises:
+      ConfigError: JSON cannot hold the value of a flag.
+    """
+    result: dict[str, Any] = {}
     for name, value in vars(flags).items():
         if name in (*MULTIPLES, *LIMITS) and value is not None:
             value *= size()
         result[name] = list(value) if isinstance(value, tuple) else value
+        if isinstance(value, Path):  # --mode test makes it a Path again.
+            result[name] = str(value)
+        try:
+            json.dumps(result[name])
+        except TypeError as error:
+            raise ConfigError(
+                f"--{name} is {value}, a {type(value).__name__}: meta.json and "
+                "checkpoints hold numbers, texts, paths, and lists of these. Give the "
+                "flag such a type (type=str), and convert the value where it is used."
+            ) from error
     return result
 
 

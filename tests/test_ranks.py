@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The share of the flags that each of several learners takes."""
 
+import argparse
+import json
 import re
+from pathlib import Path
 
 import pytest
 
 import monobeast
 import polybeast
 from core import ranks
+from core.errors import ConfigError
 from core.running.machine import num_cores
 from tests.trainers.several import environments
 
@@ -43,6 +47,16 @@ def test_each_learner_takes_its_share(learner):
     assert flags.num_buffers == 11
     recorded = ranks.flags_of_run(flags)
     assert (recorded["batch_size"], recorded["num_buffers"]) == (12, 33)
+
+
+def test_flags_of_a_fork_are_recorded_as_json_or_refused_by_name():
+    flags = argparse.Namespace(encoder=Path("a/b.pt"), sizes=(3, (4, None)), on=True)
+    recorded = ranks.flags_of_run(flags)
+    assert json.loads(json.dumps(recorded)) == recorded | {"sizes": [3, [4, None]]}
+    assert recorded["encoder"] == "a/b.pt"
+    flags.kinds = {"a"}
+    with pytest.raises(ConfigError, match="--kinds is {'a'}, a set: .*type=str"):
+        ranks.flags_of_run(flags)
 
 
 def test_each_learner_has_servers_of_its_own(learner):
