@@ -375,7 +375,8 @@ class Actor:
                 map_nest(copy_output, row[key], outputs[key])
             row["policy_version"][...] = version
             began = time.monotonic()
-            self.envs.step(row["action"], row)
+            with torch.inference_mode(False):  # An environment may compute gradients.
+                self.envs.step(row["action"], row)
             self._clock[0] = time.monotonic()
             env_s += self._clock[0] - began
         self._clock[0] = 0.0
@@ -386,7 +387,8 @@ class Actor:
         for key in (*self.agent_keys, "policy_version"):
             # No action led to the first row; the loss ignores it.
             map_nest(lambda x: x.fill(0), row[key])
-        self.envs.reset(row)
+        with torch.inference_mode(False):
+            self.envs.reset(row)
         self.started = True
 
 

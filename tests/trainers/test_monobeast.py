@@ -43,6 +43,33 @@ def test_serial_and_asynchronous_actors_write_the_same_rollout():
     map_nest(np.testing.assert_array_equal, ours, theirs)
 
 
+class Learning(Catch):
+    """Has a model of its own that learns, such as one of the reward."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(render_mode)
+        self.weight = torch.zeros(1, requires_grad=True)
+
+    def learn(self):
+        (self.weight - 1).square().sum().backward()
+
+    def reset(self, **options):
+        self.learn()
+        return super().reset(**options)
+
+    def step(self, action):
+        self.learn()
+        return super().step(action)
+
+
+def test_an_environment_may_compute_gradients(monkeypatch):
+    monkeypatch.setattr(monobeast, "create_env", lambda flags: Learning())
+    actor = make_actor(make_flags("Catch", "--num_actors", "1"))
+    actor.unroll(0)
+    calls = T * E + E  # Each step or reset, and the first resets.
+    assert sum(env.unwrapped.weight.grad for env in actor.envs.envs) == -2 * calls
+
+
 def test_an_output_that_net_outputs_declares_is_in_the_rollout(monkeypatch):
     forward, declared = monobeast.Net.forward, monobeast.net_outputs
 
