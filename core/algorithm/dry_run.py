@@ -112,7 +112,8 @@ def _check_copies(net: nn.Module) -> None:
     """Read and write each tensor of `net`, as checkpoints and actors do.
 
     Raises:
-      ConfigError: one is sparse, or its elements share their memory (`expand`).
+      ConfigError: one is sparse, or its elements share their memory (`expand`); or
+        `net` cannot load its own state_dict, so that no run could resume.
     """
     for name, x in net.state_dict().items():
         try:
@@ -120,6 +121,13 @@ def _check_copies(net: nn.Module) -> None:
         except RuntimeError as error:
             needed = "a tensor that can be copied (.to_dense(), .clone())"
             raise _error(f"{name!r} in its state_dict", needed, x) from error
+    try:
+        net.load_state_dict(net.state_dict())
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise _error(
+            "load_state_dict", "the network's own state_dict", reason
+        ) from error
 
 
 @contextlib.contextmanager

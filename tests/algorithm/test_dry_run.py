@@ -88,6 +88,19 @@ class ExtraState(Tiny):
         return {"count": 3}
 
 
+class DropsEncoder(Tiny):
+    """Keeps frozen weights out of checkpoints, but then cannot load one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(2, 2)
+
+    def state_dict(self, *args, **options):
+        weights = super().state_dict(*args, **options)
+        del weights["encoder.bias"]
+        return weights
+
+
 def with_buffer(buffer):
     class Buffered(Tiny):
         def __init__(self, *args, **options):
@@ -108,6 +121,11 @@ WRONG = {
     "extra state": (
         ExtraState,
         "'_extra_state' in its state_dict expected a tensor, got a dict with 'count'",
+    ),
+    "dropped weights": (
+        DropsEncoder,
+        "load_state_dict expected the network's own state_dict, got Error(s) in "
+        'loading state_dict for DropsEncoder: Missing key(s) in state_dict: "encoder.b',
     ),
     "sparse buffer": (
         with_buffer(torch.eye(3).to_sparse()),
