@@ -30,7 +30,7 @@ from core.running.supervise import start_thread
 from tests.algorithm.test_normalization import ACTIONS, VECTOR, T, random_batch
 from tests.conftest import DEADLINE_S, wait_until
 from tests.normalization_flags import obeyed
-from tests.trainers.several import environments
+from tests.trainers.several import environments, is_stopped, shorten_limit
 
 COLUMNS, UPDATES = 6, 3
 FLAGS = ["--env", "Catch", "--disable_cuda", "--unroll_length", str(T)]
@@ -292,18 +292,21 @@ def test_a_learner_without_data_notices_the_end_of_learner_0(together):
 
 
 def hang(flags, rank, size, folder):
+    others = learners.current()
     if rank == int(os.environ["VICTIM"]):
         os.kill(os.getpid(), signal.SIGSTOP)
-    learners.current().sum({"x": 1.0})
+    else:
+        wait_until(lambda: is_stopped(others, 1 - rank))
+        shorten_limit(others, 1.0)
+    others.sum({"x": 1.0})
     return Exit.DONE
 
 
 @pytest.mark.parametrize("victim", range(2))
 def test_a_learner_that_is_frozen_is_named_after_a_limit(together, envs_of, victim):
-    argv = ["--stall_timeout_s", "2"]
-    errors = together(hang, envs_of(2, victim), argv=lambda rank: argv)
+    errors = together(hang, envs_of(2, victim))
     reason = (
-        f"LearnerLost: learner {victim} of 2 did not answer within 2 s "
+        f"LearnerLost: learner {victim} of 2 did not answer within 1 s "
         "(--stall_timeout_s)"
     )
     assert errors[1 - victim].startswith(reason)
@@ -317,9 +320,11 @@ IN_CONTAINERS = """
 import sys
 from types import SimpleNamespace
 from core.algorithm import learners
-found = learners._connect(SimpleNamespace(stall_timeout_s=2.0, on_stall="stop"))
+from tests.trainers.several import shorten_limit
+found = learners._connect(SimpleNamespace(stall_timeout_s=60.0, on_stall="stop"))
 if found.rank == 1:
     sys.stdin.read()  # It hangs.
+shorten_limit(found, 1.0)
 try:
     found.collect(0)
 except learners.LearnerLost as error:
@@ -342,7 +347,7 @@ def test_a_learner_in_another_container_is_not_taken_for_a_killed_one(start_prog
         for before, env in zip((shell, ()), environments(2))
     ]
     assert programs[0].wait() == 0, programs[0].text()
-    assert "learner 1 of 2 did not answer within 2 s" in programs[0].text()
+    assert "learner 1 of 2 did not answer within 1 s" in programs[0].text()
 
 
 def agree_to_stop(flags, rank, size, folder):

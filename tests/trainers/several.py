@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start several learners as torchrun does, without the seconds that torchrun takes."""
 
+import datetime
 from collections.abc import Callable
 
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from core import proc
+from core.algorithm.learners import Learners
 from tests.conftest import Program, free_ports
 
 
@@ -27,3 +32,19 @@ def start_learners(
     start: Callable[..., Program], *argv: object, size: int = 2, **kwargs: object
 ) -> list[Program]:
     return [start(*argv, env=env, **kwargs) for env in environments(size)]
+
+
+def shorten_limit(learner: Learners, limit_s: float) -> None:
+    """Change --stall_timeout_s of a learner that has connected to the others.
+
+    A short limit from the beginning would make a busy machine fail to start. Only a
+    learner whose others answer nothing from now on may have a short limit.
+    """
+    learner._limit_s = limit_s
+    _set_pg_timeout(datetime.timedelta(seconds=limit_s))
+
+
+def is_stopped(learner: Learners, rank: int) -> bool:
+    """Say whether another learner of this machine is stopped (SIGSTOP)."""
+    pid, _, _ = learner._read(f"process/{rank}").partition(" ")
+    return proc.state(int(pid)) == "T"

@@ -2,7 +2,6 @@
 """Runs of two learners: they end together, and go on with any number of learners."""
 
 import contextlib
-import datetime
 import os
 import re
 import signal
@@ -18,7 +17,6 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 from torch.distributed import TCPStore
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import monobeast
 from core.algorithm import learners
@@ -28,9 +26,9 @@ from core.remote.messages import Option, Welcome
 from core.remote.places import Places
 from core.running import checkpoint
 from core.running.folder import read_meta
-from tests.conftest import ended, free_ports, wait_until
+from tests.conftest import DEADLINE_S, ended, free_ports, wait_until
 from tests.normalization_flags import obeyed
-from tests.trainers.several import environments, start_learners
+from tests.trainers.several import environments, shorten_limit, start_learners
 from tools.nemesis.programs import Program
 from tools.runs import log_rows, num_rows
 
@@ -137,7 +135,15 @@ def test_a_killed_learner_ends_the_other_with_a_checkpoint(start, tmp_path):
 
 
 def impatient_env():
+    """Catch in a process that soon gives up the other, but not the other's end."""
+    end = learners.Learners.end
+
+    def end_patiently(*args):
+        learners.END_S = DEADLINE_S
+        end(*args)
+
     learners.STOP_S = learners.END_S = 0.3
+    learners.Learners.end = end_patiently
     return Catch()
 
 
@@ -157,14 +163,14 @@ def test_a_signal_while_another_learner_is_frozen_leaves_a_checkpoint(start, tmp
 
 def test_a_learner_whose_servers_are_away_ends_the_run(start, servers, tmp_path):
     flags = [*FLAGS, *addresses_of(servers), "--total_steps", 10**7]
-    flags += ["--stall_timeout_s", 3]
-    programs = start_learners(start, *flags, module="polybeast")
+    impatient = "tests.trainers.impatient"
+    programs = start_learners(start, *flags, "0", module=impatient)
     run_dir = tmp_path / "runs" / "x"
     wait_until(lambda: num_rows(run_dir) > 2)
     servers[1].stop()
     assert [p.wait() for p in programs] == [70, 70], [p.text() for p in programs]
     reason = (
-        "LearnerLost: learner 1 of 2 did not answer within 3 s (--stall_timeout_s): "
+        "LearnerLost: learner 1 of 2 did not answer within 1 s (--stall_timeout_s): "
         "its environments or servers do not answer, or its process is stopped"
     )
     ends = [program.text().splitlines()[-1] for program in programs]
@@ -182,17 +188,15 @@ LAUNCHER += ("--nproc_per_node", "2", "--no_python")
 @pytest.mark.slow
 def test_a_stopped_learner_0_ends_the_run_under_its_launcher(servers, tmp_path):
     flags = [*FLAGS, *addresses_of(servers), "--total_steps", 10**7]
-    flags += ["--stall_timeout_s", 3, "--checkpoint_interval_s", 0.1]
-    with Program("polybeast", tmp_path, *map(str, flags), prefix=LAUNCHER) as launcher:
-        launcher.wait_for(launcher.newest)
-        learners = psutil.Process(launcher.pid).children()
-        (stopped,) = (p for p in learners if p.environ()["RANK"] == "0")
-        stopped.suspend()  # SIGSTOP: torchrun's SIGTERM does not reach it.
+    flags = [*map(str, flags), "1"]
+    module = "tests.trainers.impatient"
+    with Program(module, tmp_path, *flags, prefix=LAUNCHER) as launcher:
+        # torchrun's SIGTERM does not reach learner 0, which has stopped itself.
         assert launcher.wait() == 70, launcher.text()
         wait_until(lambda: not launcher.family())
     said = launcher.text().splitlines()
     reason = (
-        "LearnerLost: learner 0 of 2 did not answer within 3 s (--stall_timeout_s): "
+        "LearnerLost: learner 0 of 2 did not answer within 1 s (--stall_timeout_s): "
         "its environments or servers do not answer, or its process is stopped"
     )
     assert f"learner 1: {reason}" in said
@@ -413,9 +417,7 @@ class SlowInLearner1(Catch):
     def step(self, action):
         if os.environ["RANK"] == "1":
             time.sleep(60)
-        # From now on: the start may take a busy machine longer.
-        learners.current()._limit_s = 1.0
-        _set_pg_timeout(datetime.timedelta(seconds=1.0))
+        shorten_limit(learners.current(), 1.0)
         return super().step(action)
 
 
