@@ -24,7 +24,7 @@ import monobeast
 import polybeast
 from core.algorithm.update import Learner
 from core.environments import toys
-from core.running import precision, run, unit
+from core.running import precision, run, signals, supervise, unit
 from tests import fault_env, wrong_env
 from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 from tests.normalization_flags import obeyed
@@ -43,7 +43,8 @@ ASYNC = [*SIZES, "--start_method", "fork", "--log_interval_s", 0]
 SERVERS = ["--num_servers", 2, "--streams_per_server", 1, "--envs_per_stream", 2]
 SERVERS += [*SIZES[4:], "--log_interval_s", 0]
 PROGRAMS = [("monobeast", ASYNC), ("polybeast", SERVERS)]
-UPDATE = Learner.update  # Environments below replace it, each time one is made.
+# Environments below replace these, each time one is made.
+UPDATE, PROGRESS = Learner.update, supervise.Watchdog.progress
 
 
 def main(argv):
@@ -513,10 +514,28 @@ def test_observations_that_are_not_finite_are_named_as_the_cause(start, tmp_path
     assert load(tmp_path / "runs" / "x").step == 0
 
 
+def hanging_actors_env():
+    """Hang in the first step, in a process that has a short limit from then on."""
+    hangs = Path(os.environ["HANGS"])
+
+    def hang_forever(result):
+        hangs.touch()
+        time.sleep(1e6)  # Until killed.
+
+    def progress_impatiently(watchdog, *args):
+        if hangs.exists():
+            watchdog._limit_s = 1.0
+        PROGRESS(watchdog, *args)
+
+    supervise.Watchdog.progress = progress_impatiently
+    signals.DUMP_S = DEADLINE_S  # An actor may need time to show its stack.
+    return wrong_env.Wrong(hang_forever)
+
+
 def test_an_environment_that_hangs_ends_the_run_with_every_stack(start, tmp_path):
-    env = "tests.wrong_env:make_hanging"
-    program = start(*ASYNC, "--env", env, "--stall_timeout_s", 2, "--xpid", "x")
-    program.wait_for_text("about to hang")
+    env, hangs = "tests.trainers.test_training:hanging_actors_env", tmp_path / "hangs"
+    program = start(*ASYNC, "--env", env, "--xpid", "x", env={"HANGS": str(hangs)})
+    program.wait_for(hangs.exists)
     family = program.family()
     assert program.wait() == 70, program.text()
     text = program.text()
@@ -524,7 +543,7 @@ def test_an_environment_that_hangs_ends_the_run_with_every_stack(start, tmp_path
     assert "in train_async" in text  # the main thread's
     assert "in learn_loop" in text  # and a learner's.
     assert "StallError: no progress for" in text
-    assert "(--stall_timeout_s 2) at step 0" in text
+    assert "(--stall_timeout_s 1) at step 0" in text
     assert load(tmp_path / "runs" / "x").step == 0
     wait_until(lambda: ended(family))
 
