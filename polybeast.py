@@ -600,12 +600,13 @@ def train_async(
 ) -> None:
     """Train with actor, inference and learner threads; this thread watches them."""
     flags, learner = run.flags, run.learner
+    name = flags.xpid.encode(errors="replace").decode()  # The flag may be no UTF-8.
     learner_queue, inference_batcher, actors = create_pool(
         flags,
         max_streams,
         welcome,
         learner.net.initial_state(batch_size=1),
-        run_id=f"{flags.xpid} ({run_id})",
+        run_id=f"{name} ({run_id})",
         first_incarnation=run.first_incarnation,
         servers_may_change=servers.may_change,
     )

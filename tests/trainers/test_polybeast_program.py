@@ -657,6 +657,13 @@ def test_a_run_writes_what_it_did(train, run_dir):
     assert written["versions"]["torch"] and written["host"]
 
 
+def test_the_name_of_a_run_may_be_no_utf_8(train, run_dir):
+    name = os.fsdecode(b"caf\xe9")
+    program = train(*LOCAL, "--env", "Catch", "--total_steps", BATCH, "--xpid", name)
+    assert program.wait() == 0, program.text()
+    assert load(run_dir.with_name(name)).step == BATCH
+
+
 def test_sockets_are_where_pipes_basename_says(train, run_dir, folder):
     basename = f"unix:{folder}/polybeast"
     program = train(
