@@ -293,7 +293,8 @@ def in_child(cores: list[int]) -> Callable[[], None] | None:
     parent = os.getpid()
 
     def prepare() -> None:
-        os.sched_setaffinity(0, cores)  # What the trainer starts inherits it.
+        with contextlib.suppress(OSError):  # The container may have lost the cores.
+            os.sched_setaffinity(0, cores)  # What the trainer starts inherits it.
         send_at_parents_end(signal.SIGTERM)
         if os.getppid() != parent:  # It has ended meanwhile.
             os._exit(Exit.STOPPED)

@@ -238,6 +238,16 @@ def test_runs_see_their_gpus_only(toml, tmp_path, monkeypatch, gpus, seen):
     assert {starts(tmp_path / "runs" / name)[0][2] for name in "12"} == seen
 
 
+def test_a_run_whose_cores_are_gone_takes_those_that_are_left(
+    toml, tmp_path, monkeypatch
+):
+    """As when a container loses some in the middle of a sweep."""
+    left = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    monkeypatch.setattr(sweep, "usable_cores", lambda: [10**6])
+    assert sweep.main([str(toml(FAKE + "[grid]\nseed = [1]"))]) == 0
+    assert [cores for _, cores, _ in starts(tmp_path / "runs" / "1")] == [left]
+
+
 def test_a_sweep_goes_on_when_who_reads_its_output_is_gone(toml, tmp_path):
     path = toml(
         FAKE
