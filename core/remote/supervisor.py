@@ -307,7 +307,7 @@ def serve_one(
     """Run one server in this process until SIGTERM or the end of the supervisor.
 
     Args:
-      own_core: the core on which this process must stay, or None.
+      own_core: the core on which this process is to stay, or None.
       pipe: for the messages "listening ADDRESS", "config ERROR", "failed TRACEBACK".
       output: replaces stdout and stderr if writing to those of the program may block.
     """
@@ -328,7 +328,8 @@ def serve_one(
     if flags.with_parent:
         lower_priority(NICENESS)
     if own_core is not None:
-        os.sched_setaffinity(0, {own_core})
+        with contextlib.suppress(OSError):  # The container may have lost the core.
+            os.sched_setaffinity(0, {own_core})
     try:
         server = create_server(flags, address, progress)
         address = server.start()

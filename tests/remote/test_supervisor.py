@@ -54,6 +54,19 @@ def test_servers_keep_to_cores_that_are_theirs(monkeypatch, argv, num_cores, exp
     assert supervisor.own_cores(flags) == expected
 
 
+def test_a_server_whose_core_is_gone_takes_another(folder, monkeypatch):
+    """As when a container loses some cores, and a server is started again."""
+    monkeypatch.setattr(supervisor, "own_cores", lambda flags: [10**6])
+    address = f"unix:{folder}/s"
+    flags = polybeast_env.parse_flags(["--env", "Catch", "--server_address", address])
+    with supervisor.Servers(
+        flags, polybeast_env.create_server, [address], StopSignal()
+    ) as servers:
+        (slot,) = servers.slots
+        wait_until(lambda: servers.poll(0.1) or slot.has_listened)
+        assert slot.budget.quick_deaths == 0
+
+
 def test_a_server_that_has_served_is_tried_again_if_it_cannot_start():
     slot = SimpleNamespace(has_listened=False, reason=None, pipe=Mock())
     slot.pipe.recv_bytes.return_value = b"config the disk is away"
