@@ -836,11 +836,13 @@ def test_an_environment_that_hangs_in_the_programs_own_process_ends_it(start):
     """At the start, where it is asked for its spaces, and in test mode."""
     limit = ("--env_step_timeout_s", 1)
     hangs = ("--env", "tests.fault_env:make_hanging", "--xpid", "x")  # In step 25.
+    module = "tests.trainers.slow_calls"
     trains = start(*SERIAL, *hangs, "--total_steps", 40)
-    asks = start("--env", "tests.fault_env:make_hanging_in_close", *limit)
+    closes = ("--env", "tests.fault_env:make_hanging_in_close")
+    asks = start(*closes, *limit, module=module)
     assert asks.wait() == 70, asks.text()
     assert trains.wait() == 0, trains.text()
-    plays = start("--mode", "test", *hangs, *limit)
+    plays = start("--mode", "test", *hangs, *limit, module=module)
     assert plays.wait() == 70, plays.text()
     for program, function in ((asks, "close"), (plays, "<lambda>")):
         assert "has taken 1 s (--env_step_timeout_s)" in program.text()
@@ -851,15 +853,15 @@ def test_each_call_of_an_environment_has_its_limit_in_lock_step_too(start, tmp_p
     programs = {
         call: start(
             *(*SERIAL, "--env", f"tests.fault_env:make_hanging_later_in_{call}"),
-            # Four programs share the cores: a call that does not hang may take long.
-            *("--env_step_timeout_s", 3, "--total_steps", 2 * BATCH, "--xpid", call),
+            *("--env_step_timeout_s", 1, "--total_steps", 2 * BATCH, "--xpid", call),
+            module="tests.trainers.slow_calls",
         )
         for call in ("constructor", "reset", "step", "close")
     }
     for call, program in programs.items():
         assert program.wait() == 70, program.text()
         text = program.text()
-        said = "One call of the environment has taken 3 s (--env_step_timeout_s)"
+        said = "One call of the environment has taken 1 s (--env_step_timeout_s)"
         assert said in text, call
         assert re.search(r"fault_env.py.* in _hang", text), call
     # What was learned is safe by then.
