@@ -375,8 +375,7 @@ class Actor:
                 map_nest(copy_output, row[key], outputs[key])
             row["policy_version"][...] = version
             began = time.monotonic()
-            with torch.inference_mode(False):  # An environment may compute gradients.
-                self.envs.step(row["action"], row)
+            self.envs.step(row["action"], row)
             self._clock[0] = time.monotonic()
             env_s += self._clock[0] - began
         self._clock[0] = 0.0
@@ -387,8 +386,7 @@ class Actor:
         for key in (*self.agent_keys, "policy_version"):
             # No action led to the first row; the loss ignores it.
             map_nest(lambda x: x.fill(0), row[key])
-        with torch.inference_mode(False):
-            self.envs.reset(row)
+        self.envs.reset(row)
         self.started = True
 
 

@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,17 +36,15 @@ def read_env(
     Raises:
       ConfigError: there is no such environment, or no policy fits its spaces.
     """
-    with limit_calls(limit_s) as clock, contextlib.ExitStack() as stack:
-        # An environment may change it, but --savedir may be relative.
-        stack.callback(os.chdir, os.getcwd())
+    with limit_calls(limit_s) as clock:
         try:
             envs = Environments(create_env, 1, seed=0, clock=clock)
         except MakeError as error:
             raise ConfigError(str(error)) from error
-        stack.enter_context(contextlib.closing(envs))
-        check_spaces(envs.observation_space, envs.action_space)
-        spaces = Spaces(envs.observation_space, envs.action_space)
-        return spaces, env_options(envs.envs[0])
+        with contextlib.closing(envs):
+            check_spaces(envs.observation_space, envs.action_space)
+            spaces = Spaces(envs.observation_space, envs.action_space)
+            return spaces, env_options(envs.envs[0])
 
 
 def rollout_specs(

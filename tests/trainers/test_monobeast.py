@@ -4,7 +4,6 @@
 import copy
 import functools
 import json
-import os
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -42,33 +41,6 @@ def test_serial_and_asynchronous_actors_write_the_same_rollout():
     actor.unroll(0)
     theirs = actor.buffers.rollout(0)
     map_nest(np.testing.assert_array_equal, ours, theirs)
-
-
-class Learning(Catch):
-    """Has a model of its own that learns, such as one of the reward."""
-
-    def __init__(self, render_mode=None):
-        super().__init__(render_mode)
-        self.weight = torch.zeros(1, requires_grad=True)
-
-    def learn(self):
-        (self.weight - 1).square().sum().backward()
-
-    def reset(self, **options):
-        self.learn()
-        return super().reset(**options)
-
-    def step(self, action):
-        self.learn()
-        return super().step(action)
-
-
-def test_an_environment_may_compute_gradients(monkeypatch):
-    monkeypatch.setattr(monobeast, "create_env", lambda flags: Learning())
-    actor = make_actor(make_flags("Catch", "--num_actors", "1"))
-    actor.unroll(0)
-    calls = T * E + E  # Each step or reset, and the first resets.
-    assert sum(env.unwrapped.weight.grad for env in actor.envs.envs) == -2 * calls
 
 
 def test_an_output_that_net_outputs_declares_is_in_the_rollout(monkeypatch):
@@ -152,24 +124,6 @@ def test_an_environment_that_is_not_that_of_env_is_recorded_as_it_is(
     assert "noop_max" not in said
     assert monobeast.main([*argv, "--mode", "test", "--num_episodes", "1"]) == Exit.DONE
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["env"] == "Catch"
-
-
-def test_an_environment_that_changes_the_folder_moves_no_run(monkeypatch, tmp_path):
-    """A simulator may want a folder of its own; --savedir may be relative."""
-    (tmp_path / "simulator").mkdir()
-
-    def create_env(flags, render_mode=None):
-        os.chdir(tmp_path / "simulator")
-        return Catch()
-
-    monkeypatch.setattr(monobeast, "create_env", create_env)
-    monkeypatch.chdir(tmp_path)
-    argv = ["--env", "Catch", "--savedir", "runs", "--xpid", "a", "--serial"]
-    sizes = ["--num_actors", "1", "--batch_size", "1", "--total_steps", "20"]
-    assert monobeast.main([*argv, *sizes]) == Exit.DONE
-    assert not list((tmp_path / "simulator").iterdir())
-    assert log_rows(tmp_path / "runs" / "a")
-    assert (tmp_path / "runs" / "latest").samefile(tmp_path / "runs" / "a")
 
 
 @pytest.mark.parametrize("module", [monobeast, polybeast])
