@@ -416,7 +416,7 @@ class WarpFrame(gym.ObservationWrapper):
 
     def observation(self, observation):
         (_, rows), (columns, _) = self._rows.shape, self._columns.shape
-        # All sums are whole numbers below 2**24, which are exact in float32.
+        # Whole numbers below 2**24 (for any of ALE's screens) are exact in float32.
         x = observation.reshape(-1, rows, observation.shape[1]).astype(np.float32)
         x = (self._rows @ x).reshape(-1, columns) @ self._columns
         x /= self._area

@@ -124,6 +124,12 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
                 setattr(flags, name, False)
 
 
+def _as_json(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
 def flags_of_run(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of the whole run, from a learner's share, as JSON holds them.
 
@@ -134,9 +140,7 @@ def flags_of_run(flags: argparse.Namespace) -> dict[str, Any]:
     for name, value in vars(flags).items():
         if name in (*MULTIPLES, *LIMITS) and value is not None:
             value *= size()
-        result[name] = list(value) if isinstance(value, tuple) else value
-        if isinstance(value, Path):  # --mode test makes it a Path again.
-            result[name] = str(value)
+        result[name] = _as_json(value)
         try:
             json.dumps(result[name])
         except TypeError as error:

@@ -50,10 +50,14 @@ def test_each_learner_takes_its_share(learner):
 
 
 def test_flags_of_a_fork_are_recorded_as_json_or_refused_by_name():
-    flags = argparse.Namespace(encoder=Path("a/b.pt"), sizes=(3, (4, None)), on=True)
+    paths = [Path("c"), Path("d")]
+    flags = argparse.Namespace(
+        encoder=Path("a/b.pt"), sizes=(3, (4, None)), on=True, paths=paths
+    )
     recorded = ranks.flags_of_run(flags)
-    assert json.loads(json.dumps(recorded)) == recorded | {"sizes": [3, [4, None]]}
-    assert recorded["encoder"] == "a/b.pt"
+    assert json.loads(json.dumps(recorded)) == recorded
+    assert recorded["sizes"] == [3, [4, None]]
+    assert (recorded["encoder"], recorded["paths"]) == ("a/b.pt", ["c", "d"])
     flags.kinds = {"a"}
     with pytest.raises(ConfigError, match="--kinds is {'a'}, a set: .*type=str"):
         ranks.flags_of_run(flags)

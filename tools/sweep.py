@@ -231,10 +231,12 @@ def to_words(program: str, key: str, value: Any) -> list[str]:
 def flags_with_opposites(program: str) -> set[str]:
     """Ask the program for its flags that have a --no-NAME, a fork's own too."""
     command = [sys.executable, "-m", program, "--help"]
-    text = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=False
-    ).stdout
-    return set(re.findall(r"--no-([\w-]+)", text))
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if done.returncode != 0:
+        raise SweepError(f"{' '.join(command[1:])} ended with {done.returncode}")
+    # As argparse writes them: "--shaping, --no-shaping".
+    text = done.stdout.decode(errors="replace")
+    return set(re.findall(r"--([\w-]+), --no-\1\b", text))
 
 
 # --------------------------------------------------------------------------- one run

@@ -27,7 +27,6 @@ from multiprocessing import forkserver
 from typing import Any
 
 from core.proc import continue_if_stopped
-from core.running.signals import STOP_SIGNALS
 from core.running.supervise import send_at_parents_end, start_thread
 
 LOOK_S = 0.5  # Interval in which a thread looks whether the fork server is stopped.
@@ -108,9 +107,11 @@ def end_with_program(listener: int, alive: int) -> None:
 
     # The program handles Ctrl-C; SIGHUP, which comes when the terminal closes; and
     # SIGTERM, which `timeout` and schedulers send to the whole process group.
-    # multiprocessing ignores only Ctrl-C, and only after all imports.
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
+    # multiprocessing ignores only Ctrl-C, and only after all imports. The handler of
+    # SIGTERM is not SIG_IGN, because processes that a module starts would inherit it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     # SIGCONT, unlike other signals, also reaches a stopped fork server. A shell may
     # send SIGCONT too, and the kernel sends it when any thread of the program ends. So
     # check whether the parent is still the program.

@@ -123,7 +123,7 @@ def _check_copies(net: nn.Module) -> None:
             raise _error(f"{name!r} in its state_dict", needed, x) from error
     try:
         net.load_state_dict(net.state_dict())
-    except RuntimeError as error:
+    except Exception as error:  # Of the network's own load_state_dict, perhaps.
         reason = " ".join(str(error).split())
         raise _error(
             "load_state_dict", "the network's own state_dict", reason

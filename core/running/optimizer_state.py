@@ -3,7 +3,7 @@
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,7 +21,8 @@ def optimizer_state(
 
     The content is that of `optimizer.state_dict()`, but without pickle, and with
     parameters by name. Options that are functions are left out, and so are attributes
-    of the optimizer object itself. Tensors are named `<parameter>/<key>`, or
+    of the optimizer object itself, and state whose key is neither a parameter nor a
+    string. Tensors are named `<parameter>/<key>`, or
     `all groups/<key>` if they belong to no parameter; they are not copied.
 
     Args:
@@ -44,8 +45,13 @@ def optimizer_state(
             return {"tuple": encode(name, list(value))}
         if isinstance(value, list):
             return [encode(f"{name}/{i}", item) for i, item in enumerate(value)]
-        if isinstance(value, dict):
-            _check_keys(name, value)
+        if type(value) is dict:  # Not a subclass, whose class would be lost.
+            for key in value:
+                if not isinstance(key, str):
+                    raise ValueError(
+                        f"optimizer state {name} has the key {key!r} "
+                        f"({type(key).__name__}); in a checkpoint all keys are strings"
+                    )
             return {"dict": {k: encode(f"{name}/{k}", x) for k, x in value.items()}}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
@@ -78,8 +84,7 @@ def optimizer_state(
                     key: encode(f"{name}/{key}", value)
                     for key, value in optimizer.state[parameters[name]].items()
                 }
-    of_all = {k: v for k, v in optimizer.state.items() if not torch.is_tensor(k)}
-    _check_keys("of all groups", of_all)
+    of_all = {k: v for k, v in optimizer.state.items() if isinstance(k, str)}
     return tensors, {
         "class": type(optimizer).__name__,
         "groups": groups,
@@ -169,15 +174,6 @@ def restore_optimizer(
     ]
 
 
-def _check_keys(name: str, keys: Iterable[Any]) -> None:
-    for key in keys:
-        if not isinstance(key, str):
-            raise ValueError(
-                f"optimizer state {name} has the key {key!r} "
-                f"({type(key).__name__}); in a checkpoint all keys are strings"
-            )
-
-
 def _decode(
     tensors: Mapping[str, torch.Tensor], value: Any, device: str | torch.device = "cpu"
 ) -> Any:
@@ -208,9 +204,12 @@ def _undo_conversion(loaded: Any, saved: Any) -> Any:
             return saved.to(loaded.device)
         case str():
             return saved
-        case list() | tuple():
+        # Unless load_state_dict is the optimizer's own, and has changed the structure.
+        case list() | tuple() if type(loaded) is type(saved) and (
+            len(loaded) == len(saved)
+        ):
             return type(saved)(map(_undo_conversion, loaded, saved))
-        case dict():
+        case dict() if isinstance(loaded, dict) and loaded.keys() == saved.keys():
             return {key: _undo_conversion(loaded[key], x) for key, x in saved.items()}
     return loaded
 

@@ -2,6 +2,7 @@
 """What `core.running.checkpoint` promises: one good checkpoint always, never a wrong
 one."""
 
+import collections
 import contextlib
 import errno
 import itertools
@@ -923,10 +924,12 @@ def test_optimizer_state_that_json_cannot_hold_is_refused():
         optimizer.state[bias]["seen"] = value
         with pytest.raises(ValueError, match=message):
             optimizer_state.optimizer_state(optimizer, model)
-    del optimizer.state[bias]["seen"]
-    optimizer.state[model[1]] = {"seen": 1}
-    with pytest.raises(ValueError, match=r"has the key Linear.* \(Linear\)"):
+    optimizer.state[bias]["seen"] = collections.Counter()
+    with pytest.raises(ValueError, match=r"1\.bias/seen is a Counter"):
         optimizer_state.optimizer_state(optimizer, model)
+    del optimizer.state[bias]["seen"]
+    optimizer.state[0] = optimizer.state[model[1]] = {"seen": 1}
+    assert not optimizer_state.optimizer_state(optimizer, model)[1]["of_all"]
 
 
 def test_each_difference_is_named_in_one_line():
