@@ -47,8 +47,8 @@ def dry_run(
       RuntimeError: `net` raised an error, which is the cause of this one.
       ConfigError: outputs or recurrent state have another structure, shape or dtype, an
         output has the name of another key of the rollout, `net` writes to its inputs,
-        or a tensor of `net` cannot be copied. The message names what was expected and
-        what was returned.
+        or weights of `net` cannot be copied or loaded. The message names what was
+        expected and what was returned.
     """
     distribution = getattr(net, "distribution", "none")
     if not isinstance(distribution, ActionDistribution):
@@ -109,7 +109,7 @@ def dry_run(
 
 @torch.no_grad()
 def _check_copies(net: nn.Module) -> None:
-    """Read and write each tensor of `net`, as checkpoints and actors do.
+    """Copy and load each tensor of `net`, as checkpoints and actors do.
 
     Raises:
       ConfigError: one is sparse, or its elements share their memory (`expand`); or

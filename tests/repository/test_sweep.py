@@ -143,6 +143,10 @@ def test_false_turns_off_what_the_program_has_on_by_default(toml):
         ("[grid]\nseed = [1]", "program: expected a text"),
         ("program = 'tests.nobody'\n[grid]\nseed = [1]", "no module 'tests.nobody'"),
         ("[grid]\nprogram = [1]\nseed = [1]", "no module 1"),
+        (
+            "program = 'json'\n[flags]\nx = false\n[grid]\nseed = [1]",
+            "-m json --help ended with 1",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_before_anything_starts(
