@@ -482,9 +482,10 @@ def train(flags: argparse.Namespace) -> Exit:
     if not flags.serial:
         check_main_file()
     keep_freed_memory()
+    opening = run_folder(flags)  # Now: an environment may change the folder.
     # First: a misspelt --env must not create a run.
     spaces, options = read_env(flags)
-    with run_folder(flags) as run_dir, StopSignal() as stop:
+    with opening as run_dir, StopSignal() as stop:
         # The devices of the learner and of the actors.
         torso_devices = ("cuda" if has_gpu(flags) else "cpu", "cpu")
         flags = settle_precision(flags, run_dir, spaces.observation, *torso_devices)

@@ -72,9 +72,11 @@ LOCK_S = 10.0  # How long a checkpoint or the last row waits for an update's las
 ExtraState = Callable[[], tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]]
 
 
-@contextlib.contextmanager
-def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
+def run_folder(flags: argparse.Namespace) -> contextlib.AbstractContextManager[Path]:
     """Lock the folder of a run, log there, and seed all random number generators.
+
+    A relative --savedir is relative to the working directory at the time of this call:
+    an environment may change the working directory before the block begins.
 
     If this creates the folder, and the block ends before `Run.record`, it deletes it.
 
@@ -85,11 +87,16 @@ def run_folder(flags: argparse.Namespace) -> Iterator[Path]:
     Raises:
       RunDirBusy: another process is training in this folder.
     """
+    return _open_folder(flags, Path(flags.savedir).resolve() / flags.xpid)
+
+
+@contextlib.contextmanager
+def _open_folder(flags: argparse.Namespace, place: Path) -> Iterator[Path]:
     run_dir = None
     with contextlib.ExitStack() as stack:
         if ranks.rank() == 0:
-            is_new = not Path(flags.savedir, flags.xpid).exists()
-            run_dir = folder.prepare_run_dir(Path(flags.savedir), flags.xpid)
+            run_dir, is_new = place, not place.exists()
+            folder.prepare_run_dir(place.parent, flags.xpid)
             if is_new:
                 stack.callback(folder.remove_unless_recorded, run_dir)
         stack.enter_context(log_setup.setup_logging(run_dir))
@@ -124,6 +131,7 @@ class Run:
         """Create the run.
 
         Args:
+          run_dir: as `run_folder` yields it; may be a link to a folder on another disk.
           frames_per_step: emulator frames per agent step.
           actors_do_both: as `bottleneck` takes it.
           in_background: False makes `tick` write in the calling thread.
@@ -132,7 +140,6 @@ class Run:
         self.learner = learner
         self.stop = stop
         self.run_dir = run_dir
-        self._place = Path(flags.savedir, flags.xpid).absolute()  # May be a link.
         self._others = learner.learners
         self._has_folder = ranks.rank() == 0
         # meta.json as earlier starts of the run left it.
@@ -246,7 +253,7 @@ class Run:
         extra |= {"step": self.learner.step, "env_options": dict(env_options)}
         flags = ranks.flags_of_run(self.flags)
         folder.write_meta(self.run_dir, flags=flags, extra=extra)
-        folder.link_latest(self._place)
+        folder.link_latest(self.run_dir)
 
     @property
     def first_incarnation(self) -> int:

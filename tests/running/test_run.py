@@ -339,16 +339,14 @@ def test_a_run_that_begins_again_without_a_checkpoint_says_so(
         a_run.record({})
 
 
-def test_latest_points_to_a_run_whose_folder_is_on_another_disk(tmp_path, monkeypatch):
+def test_latest_points_to_a_run_whose_folder_is_on_another_disk(tmp_path):
     savedir, other_disk = tmp_path / "runs", tmp_path / "other"
     for path in (savedir, other_disk, other_disk / "x"):
         path.mkdir()
     (savedir / "x").symlink_to(other_disk / "x")
-    monkeypatch.chdir(tmp_path)
-    a_run = make_run(Path("runs"))
-    a_run.run_dir = folder.prepare_run_dir(Path("runs"), "x")
-    monkeypatch.chdir(other_disk)  # An environment of the program may do so.
-    a_run.record({})
+    a_run = make_run(savedir)
+    with run.run_folder(a_run.flags) as a_run.run_dir:
+        a_run.record({})
     assert os.readlink(savedir / "latest") == "x"
     names = {path.name for path in (*savedir.iterdir(), *other_disk.iterdir())}
     assert names == {"x", "latest", ".locks"}

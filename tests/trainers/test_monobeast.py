@@ -4,6 +4,7 @@
 import copy
 import functools
 import json
+import os
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -124,6 +125,25 @@ def test_an_environment_that_is_not_that_of_env_is_recorded_as_it_is(
     assert "noop_max" not in said
     assert monobeast.main([*argv, "--mode", "test", "--num_episodes", "1"]) == Exit.DONE
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["env"] == "Catch"
+
+
+def test_an_environment_that_changes_the_folder_moves_no_run(monkeypatch, tmp_path):
+    """A simulator may want a folder of its own; --savedir may be relative."""
+    (tmp_path / "simulator").mkdir()
+
+    def create_env(flags, render_mode=None):
+        os.chdir(tmp_path / "simulator")
+        return Catch()
+
+    monkeypatch.setattr(monobeast, "create_env", create_env)
+    monkeypatch.chdir(tmp_path)
+    argv = ["--env", "Catch", "--savedir", "runs", "--xpid", "a", "--serial"]
+    sizes = ["--num_actors", "1", "--batch_size", "1", "--total_steps", "20"]
+    assert monobeast.main([*argv, *sizes]) == Exit.DONE
+    assert not list((tmp_path / "simulator").iterdir())
+    assert os.getcwd() == str(tmp_path / "simulator")
+    assert log_rows(tmp_path / "runs" / "a")
+    assert (tmp_path / "runs" / "latest").samefile(tmp_path / "runs" / "a")
 
 
 @pytest.mark.parametrize("module", [monobeast, polybeast])
