@@ -803,6 +803,18 @@ def test_the_longest_path_works(folder):
     server.run()
 
 
+def test_a_relative_path_stays_where_the_server_was_started(serve, folder, monkeypatch):
+    def make():
+        os.chdir(folder / "simulator")  # A simulator may want a folder of its own.
+        return counting_env.make()
+
+    (folder / "simulator").mkdir()
+    monkeypatch.chdir(folder)
+    serve(make, address="unix:s")
+    with EnvClient(f"unix:{folder}/s") as client:
+        client.step(0)
+
+
 def test_a_live_servers_socket_is_left_alone(serve):
     server = serve(counting_env.make)
     refused(server.address, "in use: a live server listens there")
