@@ -320,8 +320,8 @@ class SharedWeights:
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    if dtype == torch.bfloat16:  # Numpy has none. Every bfloat16 is a float32.
-        dtype = torch.float32
+    if dtype.is_floating_point and dtype not in (torch.float64, torch.float16):
+        dtype = torch.float32  # Numpy has no bfloat16 or float8, but all are float32.
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
