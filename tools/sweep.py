@@ -219,7 +219,12 @@ def to_words(program: str, key: str, value: Any) -> list[str]:
         case True:
             return [f"--{key}"]
         case False:  # Most flags are off unless given; a few have an opposite.
-            return [f"--no-{key}"] if key in flags_with_opposites(program) else []
+            name, text = re.escape(key), help_of(program)
+            if re.search(rf"--{name}(?![\w-])", text) is None:
+                raise SweepError(f"{key}: {program} has no flag --{key}")
+            # As argparse writes both: "--shaping, --no-shaping".
+            has_opposite = re.search(rf"--{name}, --no-{name}(?![\w-])", text)
+            return [f"--no-{key}"] if has_opposite else []
         case list():
             return [f"--{key}={','.join(map(str, value))}"]
         case str() | int() | float():
@@ -228,15 +233,13 @@ def to_words(program: str, key: str, value: Any) -> list[str]:
 
 
 @functools.cache
-def flags_with_opposites(program: str) -> set[str]:
-    """Ask the program for its flags that have a --no-NAME, a fork's own too."""
+def help_of(program: str) -> str:
+    """Return the text of `program --help`, which has the flags of a fork too."""
     command = [sys.executable, "-m", program, "--help"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
         raise SweepError(f"{' '.join(command[1:])} ended with {done.returncode}")
-    # As argparse writes them: "--shaping, --no-shaping".
-    text = done.stdout.decode(errors="replace")
-    return set(re.findall(r"--([\w-]+), --no-\1\b", text))
+    return done.stdout.decode(errors="replace")
 
 
 # --------------------------------------------------------------------------- one run

@@ -129,6 +129,10 @@ def test_false_turns_off_what_the_program_has_on_by_default(toml):
         ),
         (FAKE, "[grid] is empty"),
         (FAKE + "[grid]\nseed = []", "grid.seed: expected a list"),
+        (
+            FAKE + "[grid]\nfail = [false]",
+            "fail: tests.fake_trainer has no flag --fail",
+        ),
         (FAKE + "[grid]\nseed = [1, 1]", "'1' cannot be the name of one run"),
         (FAKE + "[grid]\nenv = ['a/b', 'a-b']", "'a-b' cannot be the name"),
         (FAKE + "[grid]\nenv = ['..']", "'..' cannot be the name"),
