@@ -101,13 +101,19 @@ def find_runs(folders: Iterable[Path], y: str = RETURN) -> list[Run]:
         inside = [path.parent for path in logs if path.exists()]
         if not inside:
             raise SystemExit(f"{folder}: no run, and no folder of runs: no logs.csv")
-        # `latest` is there under its own name, too.
-        found += [run for run in inside if run == folder or run.name != "latest"]
+        found += [run for run in inside if run == folder or not is_other_name(run)]
     runs = [read_run(folder, y) for folder in found]
     for run in runs:
         if not run.rows:
             print(f"{run.folder}: has no {y} yet, left out", file=sys.stderr)
     return [run for run in runs if run.rows]
+
+
+def is_other_name(run: Path) -> bool:
+    """Return whether a folder is `latest`, or another link to a run beside it."""
+    if run.name == "latest" or not run.is_symlink():
+        return run.name == "latest"
+    return (run.parent / run.readlink()).parent.samefile(run.parent)
 
 
 def read_run(folder: Path, y: str = RETURN) -> Run:

@@ -63,6 +63,7 @@ def test_names_that_differ_in_the_seed_are_one_variant(tmp_path):
     ):
         write_run(tmp_path / name, env, seed, [(1, 0)])
     (tmp_path / "latest").symlink_to("Catch-1")
+    (tmp_path / "best").symlink_to(tmp_path / "Catch-1")  # A name of the user's own.
     elsewhere = tmp_path.with_name("elsewhere")  # A run may be a link, too.
     (tmp_path / "Catch-1").rename(elsewhere)
     (tmp_path / "Catch-1").symlink_to(elsewhere)
