@@ -109,13 +109,14 @@ class Learners:
         if limit_s is not None:
             limit = datetime.timedelta(seconds=limit_s)
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
-            store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
-            rank=self.rank,
-            world_size=self.size,
-            timeout=limit,
-        )
+        with self._waiting():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
+                store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
+                rank=self.rank,
+                world_size=self.size,
+                timeout=limit,
+            )
         # Learners that share a GPU sum on the CPU: NCCL needs one GPU for each.
         gpus = {*self.collect((socket.gethostname(), gpu))}
         self._on_gpu = has_nccl and len(gpus) == self.size
@@ -360,13 +361,14 @@ class Learners:
     def _explain(self, error: RuntimeError, waited_s: float) -> LearnerLost:
         """Return the exception that names the missing learner and the reason."""
         self._tell(f"here/{self.rank}", "")
+        others = [r for r in range(self.size) if r != self.rank]
         deadline = time.monotonic() + END_S
         while time.monotonic() < deadline:
-            for rank in range(self.size):
-                if rank != self.rank and (end := self._end_of(rank)) is not None:
+            for rank in others:
+                if (end := self._end_of(rank)) is not None:
                     return end
             time.sleep(0.05)
-        missing = [r for r in range(self.size) if self._read(f"here/{r}") is None]
+        missing = [r for r in others if self._read(f"here/{r}") is None]
         names = " and ".join(f"learner {r}" for r in missing) or "another learner"
         if self._limit_s is not None and waited_s > 0.9 * self._limit_s:
             return LearnerLost(

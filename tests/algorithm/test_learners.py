@@ -482,6 +482,17 @@ def test_a_learner_that_does_not_come_is_named(monkeypatch):
         assert error.value.status == Exit.INTERNAL
 
 
+def test_a_learner_that_is_frozen_while_the_learners_connect_is_named(monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    PrefixStore("start/0", store).set("process/1", "1 elsewhere")
+    monkeypatch.setattr(learners, "END_S", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for name, value in environments(2, store.port)[0].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LearnerLost, match="^learner 1 of 2 did not answer within 1 s"):
+        learners.train_together(None, parse("--stall_timeout_s", "1"))
+
+
 def test_without_torchrun_learner_0_names_who_does_not_come(monkeypatch):
     """It keeps the store until a learner that waits there has read the name."""
     env = environments(3)[0]
@@ -556,7 +567,7 @@ def test_all_learners_know_the_environment_of_the_run_in_learner_0s_folder(
     assert found == {0: "Catch", 1: "Catch"}
 
 
-def test_a_store_that_another_thread_gives_up_during_a_call_is_no_crash():
+def test_a_store_that_another_thread_gives_up_during_a_call_is_no_crash(monkeypatch):
     found = object.__new__(learners.Learners)
 
     class Store:
@@ -570,8 +581,11 @@ def test_a_store_that_another_thread_gives_up_during_a_call_is_no_crash():
     found._store = Store()
     assert found._read("ended") == "1"
     assert found._read("ended") is None
-    found.size = 2
+    found.rank, found.size, found._limit_s = 1, 2, None
     assert not found._have_all_connected()
+    monkeypatch.setattr(learners, "END_S", 0.0)
+    lost = found._explain(RuntimeError("Broken pipe"), 0.0)
+    assert str(lost) == "lost learner 0 of 2: Broken pipe"
 
 
 def test_a_host_may_become_known_late(monkeypatch):
