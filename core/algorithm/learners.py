@@ -19,6 +19,7 @@ No other module of core and no trainer knows torch.distributed.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import datetime
 import json
@@ -547,18 +548,28 @@ def _connect(flags: argparse.Namespace) -> Learners:
 
 
 def _open_store(limit_s: float) -> Any:
-    """Return torch's key-value store of this start, which all learners share."""
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    """Return torch's key-value store of this start, which all learners share.
+
+    Raises:
+      RuntimeError: it cannot be opened, or nobody answers within the limit.
+    """
+    # In a thread: torch has no limit for the first answer of whoever has the port.
+    threads = concurrent.futures.ThreadPoolExecutor(1, "store")
+    opening = threads.submit(
+        dist.TCPStore,  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=ranks.rank() == 0 and not _has_torchrun(),
         timeout=datetime.timedelta(seconds=limit_s),
         wait_for_workers=False,  # `_wait_for_all` waits, and names who is missing.
     )
-    # torchrun keeps its store when it restarts the learners. (Older versions of
-    # torch do this themselves.)
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"start/{restarts}", store)  # type: ignore[attr-defined]
+    threads.shutdown(wait=False)
+    concurrent.futures.wait([opening], limit_s + END_S)
+    if not opening.done():
+        raise RuntimeError(f"no answer within {limit_s:g} s")
+    # torchrun keeps its store when it restarts the learners.
+    name = f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(name, opening.result())  # type: ignore[attr-defined]
 
 
 def tell_flags_are_wrong() -> None:

@@ -444,6 +444,16 @@ def test_a_port_in_use_is_one_clear_line(together):
     assert "\n" not in errors[0]
 
 
+def test_a_port_of_a_program_that_never_answers_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(learners, "START_S", 0.1)
+    monkeypatch.setattr(learners, "END_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for name, value in environments(2, silent.getsockname()[1])[1].items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=r": no answer within 0.1 s\. If another"):
+            learners.train_together(None, parse())
+
+
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_of_torchrun_is_one_clear_line(together, name):
     env = environments(2)[0] | {name: ""}
