@@ -351,7 +351,7 @@ class Actor:
         self._clock = clock
         clock[0] = 0.0
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def unroll(self, index: int) -> None:
         """Fill buffer `index` with the next T steps of every environment."""
         started, env_s = time.monotonic(), 0.0
@@ -430,7 +430,10 @@ def act(
         fetch=process.fetcher(net),
         clock=process.clock,
     )
-    process.fill_buffers(actor)
+    # Faster than no_grad. Not with --serial: there the learner has the same Net, and
+    # cannot learn with a tensor that forward has made and kept in inference mode.
+    with torch.inference_mode():
+        process.fill_buffers(actor)
 
 
 # -------------------------------------------------------------------------- learning

@@ -64,6 +64,28 @@ def test_an_output_that_net_outputs_declares_is_in_the_rollout(monkeypatch):
     np.testing.assert_array_equal(rollout["aux"][1:], expected)
 
 
+def test_what_forward_keeps_while_it_acts_serves_the_learner_of_a_serial_run(
+    monkeypatch,
+):
+    """Both have one Net: its tables were 'Inference tensors', which cannot learn."""
+    forward = monobeast.Net.forward
+
+    def with_table(self, rows, core_state=()):
+        outputs, core_state = forward(self, rows, core_state)
+        if not hasattr(self, "table"):
+            self.table = torch.ones(3)
+        logits = outputs["policy_logits"] * self.table
+        return {**outputs, "policy_logits": logits}, core_state
+
+    monkeypatch.setattr(monobeast.Net, "forward", with_table)
+    flags = make_flags("Catch", "--serial")
+    learner = monobeast.create_learner(flags, monobeast.read_env(flags)[0])
+    actor = make_actor(flags, learner.net, lambda: learner.updates)
+    actor.unroll(0)
+    learner.update(actor.buffers.rollout(0), ())
+    assert learner.updates == 1
+
+
 def test_a_recurrent_state_that_numpy_cannot_hold_is_refused(monkeypatch):
     def initial_state(self, batch_size):
         return torch.zeros(1, batch_size, 2), torch.zeros(1, batch_size).bfloat16()
