@@ -223,7 +223,8 @@ def _parameter_names(
     strangers = sum(id(p) not in name_of for params in groups for p in params)
     if strangers:
         raise ValueError(
-            f"{strangers} of the optimizer's parameters are not among the model's"
+            f"{strangers} of the optimizer's parameters are not among the model's, "
+            "so no checkpoint would hold them. Make their module an attribute of Net."
         )
     return [[name_of[id(p)] for p in params] for params in groups]
 
