@@ -605,7 +605,7 @@ def train_async(
         flags,
         max_streams,
         welcome,
-        learner.net.initial_state(batch_size=1),
+        learner.net.initial_state(1),
         run_id=f"{name} ({run_id})",
         first_incarnation=run.first_incarnation,
         servers_may_change=servers.may_change,

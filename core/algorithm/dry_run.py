@@ -217,7 +217,7 @@ def _refuse_writes(rows: Mapping[str, Nest], who: str) -> Iterator[None]:
 def _initial_state(
     net: Any, num_envs: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    state = net.initial_state(batch_size=num_envs)
+    state = net.initial_state(num_envs)
     if not isinstance(state, tuple):
         raise _error("initial_state", "a tuple of tensors, or () for no state", state)
     for i, tensor in enumerate(state):

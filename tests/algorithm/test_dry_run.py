@@ -37,10 +37,10 @@ class Tiny(nn.Module):
         self.core = nn.LSTM(11, 13) if use_lstm else None
         self.heads = nn.Linear(13 if use_lstm else 11, A + 1)
 
-    def initial_state(self, batch_size):
+    def initial_state(self, B):  # Any name: it is called by position.
         if self.core is None:
             return ()
-        return torch.zeros(1, batch_size, 13), torch.zeros(1, batch_size, 13)
+        return torch.zeros(1, B, 13), torch.zeros(1, B, 13)
 
     def forward(self, rows, core_state=()):
         x = rows["observation"]
