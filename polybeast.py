@@ -556,7 +556,8 @@ def create_pool(
 
     Args:
       max_streams: how many streams to servers there may be at a time.
-      state: the recurrent state of one environment at the start of an episode.
+      state: the recurrent state of one environment at the start of an episode, on any
+        device.
       options: `run_id` and `first_incarnation`, which the servers receive; and
         `servers_may_change`.
     """
@@ -582,7 +583,7 @@ def create_pool(
         inference_batcher=inference_batcher,
         env_server_addresses=(),  # PoolWatch sets them, as servers come and go.
         max_streams=max_streams,
-        initial_agent_state=state,
+        initial_agent_state=map_nest(lambda x: x.cpu(), state),
         named_rows=True,
         inference_keys=NET_INPUTS,
         **pool.stream_options(flags, welcome),

@@ -346,6 +346,22 @@ def test_both_trainers_make_the_same_rollouts(tmp_path, kind):
                 np.testing.assert_array_equal(a[0], b)
 
 
+def test_a_net_may_make_its_recurrent_state_on_its_own_device():
+    """As `weight.new_zeros` does. The dry run accepted it, and C++ refused it."""
+
+    class OnGpu(torch.Tensor):
+        is_cpu = False
+
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+    flags = polybeast.parse_flags(["--env", "Catch", "--seed", "7"])
+    options = ServerOptions(num_envs=1)
+    welcome = Service(toys.Catch, options, np.zeros(1)).welcome(Hello())
+    state = torch.zeros(1, 1, 5).as_subclass(OnGpu)
+    polybeast.create_pool(flags, 1, welcome, (state,))
+
+
 def test_one_stream_may_carry_more_environments_than_an_inference_batch():
     num_envs = polybeast.MAX_INFERENCE_BATCH + 1
     sizes = ["--batch_size", str(num_envs), "--envs_per_stream", str(num_envs)]
