@@ -197,7 +197,16 @@ def claim_address(address: str) -> Iterator[None]:
 
 
 def reason_not_bound(address: str) -> str:
-    """Say why gRPC could not listen at a TCP address. gRPC itself gives no reason."""
+    """Say why gRPC could not listen at an address. gRPC itself gives no reason."""
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.bind(path)
+            os.unlink(path)
+        except OSError as error:
+            return f"cannot listen at {address}: {error.strerror or error}"
+        return f"cannot listen at {address}"
     host, _, port = address.rpartition(":")
     try:
         infos = socket.getaddrinfo(

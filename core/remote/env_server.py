@@ -137,18 +137,23 @@ class Server:
                         self._stream,
                         max_nbytes=max_received_nbytes,
                     )
-                if credentials is None:
-                    port = self._server.add_insecure_port(self.address)
-                else:
-                    port = self._server.add_secure_port(self.address, credentials)
-            except RuntimeError as error:
-                raise ConfigError(reason_not_bound(self.address)) from error
+                port = self._bind(credentials)
             finally:
                 if umask is not None:
                     os.umask(umask)
             self._server.start()
         if not is_unix:
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
+
+    def _bind(self, credentials: grpc.ServerCredentials | None) -> int:
+        """Make gRPC listen; return the port."""
+        assert self._server is not None
+        try:
+            if credentials is None:
+                return self._server.add_insecure_port(self.address)
+            return self._server.add_secure_port(self.address, credentials)
+        except RuntimeError as error:
+            raise ConfigError(reason_not_bound(self.address)) from error
 
     def run(self) -> None:
         """Serve until `stop`. Blocks."""

@@ -288,10 +288,11 @@ class ChildOutput:
     def start(self) -> None:
         """Start the thread. A second call does nothing."""
         if self._thread is None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._run, name="children's output", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         for line in lines_of(self._ours.fileno()):

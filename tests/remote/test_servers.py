@@ -787,6 +787,8 @@ def test_a_socket_path_that_cannot_be_used_is_named(folder):
         refused(f"unix:{folder}/file", f"{folder}/{name}: that file is not a socket")
         assert Path(folder, name).read_text() == "precious"
         Path(folder, name).unlink()
+    Path(folder, "link").symlink_to("nothing")  # Only gRPC finds out that this fails.
+    refused(f"unix:{folder}/link", "link: Address already in use")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 from pathlib import Path
 
 import pytest
@@ -389,6 +390,17 @@ def test_what_child_processes_write_is_logged_and_they_do_not_wait(caplog):
     assert lines[:2] == ["from Python", "from C"]
     assert "left out" in lines[-1] or lines[-1].endswith("[cut]")
     assert sum(map(len, lines)) < 10_000
+
+
+def test_what_child_processes_write_can_be_closed_if_no_thread_can_start(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    output = ChildOutput()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        output.start()
+    output.close()  # So that the run's error is the one above.
 
 
 def test_a_warning_that_each_environment_prints_does_not_fill_the_log():
