@@ -29,6 +29,9 @@ def read_env(
 ) -> tuple[Spaces, dict[str, Any]]:
     """Create one environment to ask for its spaces and its options.
 
+    The working directory stays the one that the environment has chosen: a module that
+    changes it does so once, when it is imported, and its next environments rely on it.
+
     Args:
       env_options: returns the options of the environment.
       limit_s: for each call into the environment (--env_step_timeout_s).

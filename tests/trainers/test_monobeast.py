@@ -152,9 +152,15 @@ def test_an_environment_that_is_not_that_of_env_is_recorded_as_it_is(
 def test_an_environment_that_changes_the_folder_moves_no_run(monkeypatch, tmp_path):
     """A simulator may want a folder of its own; --savedir may be relative."""
     (tmp_path / "simulator").mkdir()
+    (tmp_path / "simulator" / "level.txt").touch()
+    has_moved = False
 
     def create_env(flags, render_mode=None):
-        os.chdir(tmp_path / "simulator")
+        nonlocal has_moved
+        if not has_moved:  # As a module that changes the folder when it is imported.
+            os.chdir(tmp_path / "simulator")
+            has_moved = True
+        assert os.path.exists("level.txt")
         return Catch()
 
     monkeypatch.setattr(monobeast, "create_env", create_env)
@@ -162,7 +168,7 @@ def test_an_environment_that_changes_the_folder_moves_no_run(monkeypatch, tmp_pa
     argv = ["--env", "Catch", "--savedir", "runs", "--xpid", "a", "--serial"]
     sizes = ["--num_actors", "1", "--batch_size", "1", "--total_steps", "20"]
     assert monobeast.main([*argv, *sizes]) == Exit.DONE
-    assert not list((tmp_path / "simulator").iterdir())
+    assert os.listdir(tmp_path / "simulator") == ["level.txt"]
     assert os.getcwd() == str(tmp_path / "simulator")
     assert log_rows(tmp_path / "runs" / "a")
     assert (tmp_path / "runs" / "latest").samefile(tmp_path / "runs" / "a")
