@@ -91,15 +91,15 @@ class Server:
         check_address(self.address, tls_dir=options.tls_dir, insecure=options.insecure)
         credentials = self._credentials()
         assert self._progress is not None
-        folder = os.getcwd()
+        path = self.address.removeprefix("unix:")
+        is_relative = path != self.address and not os.path.isabs(path)
+        folder = os.getcwd() if is_relative else ""
         try:
             self._service = Service(self._env_class, options, self._progress[0, 1:])
         except MakeError as error:
             raise ConfigError(str(error)) from error
-        if self.address.startswith("unix:") and os.getcwd() != folder:
-            # The environment has changed the folder, but the path may be relative.
-            path = os.path.join(folder, self.address.removeprefix("unix:"))
-            self.address = f"unix:{path}"
+        if is_relative and os.getcwd() != folder:  # The environment has changed it.
+            self.address = f"unix:{folder}/{path}"
         # Threads for streams with a place, and for as many that have sent no Hello.
         num_threads = 2 * options.num_streams + SPARE_THREADS
         max_received_nbytes = HEADERS_NBYTES + len(self._service.action_frame())

@@ -817,6 +817,16 @@ def test_a_relative_path_stays_where_the_server_was_started(serve, folder, monke
         client.step(0)
 
 
+def test_a_server_needs_no_working_folder_unless_its_path_is_relative(
+    serve, folder, monkeypatch
+):
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    with EnvClient(serve(counting_env.make).address) as client:
+        client.step(0)
+
+
 def test_a_live_servers_socket_is_left_alone(serve):
     server = serve(counting_env.make)
     refused(server.address, "in use: a live server listens there")
