@@ -298,7 +298,11 @@ def hang(flags, rank, size, folder):
     else:
         wait_until(lambda: is_stopped(others, 1 - rank))
         shorten_limit(others, 1.0)
-    others.sum({"x": 1.0})
+    # As a run does. The main thread looks whether the other learner has ended: gloo may
+    # wait for its whole limit if a connection closes while it begins to send.
+    update = start_thread("learner", others.sum, {"x": 1.0})
+    wait_until(lambda: others.check_stop(False) or update.done())
+    update.result()
     return Exit.DONE
 
 
