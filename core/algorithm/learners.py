@@ -110,7 +110,7 @@ class Learners:
         if limit_s is not None:
             limit = datetime.timedelta(seconds=limit_s)
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        with self._waiting():
+        with self._waiting(at_start=True):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
                 store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
@@ -345,21 +345,25 @@ class Learners:
     # ---------------------------------------------------------------------- failures
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _waiting(self, *, at_start: bool = False) -> Iterator[None]:
         """Wait for the other learners.
 
         Raises:
           LearnerLost: another learner has ended, or does not answer.
+          RuntimeError: at the start, this learner cannot connect at all.
         """
-        self.waits_since = began = time.monotonic()
+        self.waits_since = time.monotonic()
         try:
             yield
         except RuntimeError as error:  # Of gloo and NCCL; dist.DistError is one, too.
-            raise self._explain(error, time.monotonic() - began) from error
+            is_late = self.waited_s() > 0.9 * (self._limit_s or math.inf)
+            if at_start and not is_late:
+                raise
+            raise self._explain(error, is_late) from error
         finally:
             self.waits_since = 0.0
 
-    def _explain(self, error: RuntimeError, waited_s: float) -> LearnerLost:
+    def _explain(self, error: RuntimeError, is_late: bool) -> LearnerLost:
         """Return the exception that names the missing learner and the reason."""
         self._tell(f"here/{self.rank}", "")
         others = [r for r in range(self.size) if r != self.rank]
@@ -371,7 +375,7 @@ class Learners:
             time.sleep(0.05)
         missing = [r for r in others if self._read(f"here/{r}") is None]
         names = " and ".join(f"learner {r}" for r in missing) or "another learner"
-        if self._limit_s is not None and waited_s > 0.9 * self._limit_s:
+        if is_late:
             return LearnerLost(
                 f"{names} of {self.size} did not answer within {self._limit_s:g} s "
                 "(--stall_timeout_s): its environments or servers do not answer, or "
@@ -492,12 +496,9 @@ def train_together(
 
 
 def check_host(flag: str, host: str) -> None:
-    """Wait until the name of learner 0's host resolves, for up to NAME_S.
+    """Wait until learner 0's host, which `flag` names, resolves, for up to NAME_S.
 
     Without this check torch would repeat a warning with a stack for minutes.
-
-    Args:
-      flag: the flag or variable that names the host, for the message.
 
     Raises:
       ConfigError: the name does not resolve.

@@ -448,6 +448,14 @@ def test_a_port_in_use_is_one_clear_line(together):
     assert "\n" not in errors[0]
 
 
+def test_an_error_of_this_machine_s_network_is_not_blamed_on_another_learner(together):
+    envs = [env | {"GLOO_SOCKET_IFNAME": "nowhere"} for env in environments(2)]
+    errors = together(differ, envs=envs)
+    for rank in range(2):
+        assert errors[rank].startswith(f"ConfigError: learner {rank} of 2 cannot")
+        assert "nowhere" in errors[rank]
+
+
 def test_a_port_of_a_program_that_never_answers_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(learners, "START_S", 0.1)
     monkeypatch.setattr(learners, "END_S", 0.0)
@@ -598,7 +606,7 @@ def test_a_store_that_another_thread_gives_up_during_a_call_is_no_crash(monkeypa
     found.rank, found.size, found._limit_s = 1, 2, None
     assert not found._have_all_connected()
     monkeypatch.setattr(learners, "END_S", 0.0)
-    lost = found._explain(RuntimeError("Broken pipe"), 0.0)
+    lost = found._explain(RuntimeError("Broken pipe"), is_late=False)
     assert str(lost) == "lost learner 0 of 2: Broken pipe"
 
 
