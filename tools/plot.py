@@ -111,9 +111,10 @@ def find_runs(folders: Iterable[Path], y: str = RETURN) -> list[Run]:
 
 def is_other_name(run: Path) -> bool:
     """Return whether a folder is `latest`, or another link to a run beside it."""
-    if run.name == "latest" or not run.is_symlink():
-        return run.name == "latest"
-    return (run.parent / run.readlink()).parent.samefile(run.parent)
+    if run.name == "latest":
+        return True
+    target = run.parent / run.readlink() if run.is_symlink() else None
+    return target is not None and target.parent.samefile(run.parent)
 
 
 def read_run(folder: Path, y: str = RETURN) -> Run:

@@ -321,7 +321,7 @@ class SharedWeights:
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
     if dtype.is_floating_point and dtype not in (torch.float64, torch.float16):
-        dtype = torch.float32  # Numpy has no bfloat16 or float8, but all are float32.
+        dtype = torch.float32  # Holds every bfloat16 and float8, which numpy lacks.
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
