@@ -9,6 +9,7 @@ from torch import nn
 from core.algorithm.torsos import orthogonal
 from core.nests import Nest
 
+STONE = 2359  # The glyph of solid rock and of what is unknown: nine tenths of a map.
 MAP_DIM = 8  # Size of a glyph's embedding on the whole map...
 CROP_DIM = 32  # ...and near the agent.
 CROP = 9  # Side of the square around the agent.
@@ -24,7 +25,8 @@ class NetHackTorso(nn.Module):
 
     After Küttler et al. 2020 (arXiv:2006.13760), section 4: convolutions over embedded
     glyphs, of the whole map and of a square around the agent, and linear layers. For
-    CPUs the convolutions over the map have strides here.
+    CPUs the convolutions over the map have strides here, and stone is zeros: an
+    embedding's gradient costs time for each glyph that is learned.
     """
 
     num_features = SIZE
@@ -33,14 +35,14 @@ class NetHackTorso(nn.Module):
         super().__init__()
         H, W = space["glyphs"].shape
         self.outside = int(space["glyphs"].high.max()) + 1  # A glyph beyond the map.
-        self.map_glyphs = nn.Embedding(self.outside, MAP_DIM)
+        self.map_glyphs = nn.Embedding(self.outside, MAP_DIM, padding_idx=STONE)
         self.map = nn.Sequential(
             orthogonal(nn.Conv2d(MAP_DIM, 32, kernel_size=3, stride=3, padding=(0, 1))),
             nn.ReLU(inplace=True),
             orthogonal(nn.Conv2d(32, 32, kernel_size=3, stride=2, padding=1)),
             nn.ReLU(inplace=True),
         )
-        self.crop_glyphs = nn.Embedding(self.outside + 1, CROP_DIM)
+        self.crop_glyphs = nn.Embedding(self.outside + 1, CROP_DIM, padding_idx=STONE)
         self.crop = nn.Sequential(
             orthogonal(nn.Conv2d(CROP_DIM, 32, kernel_size=3)),
             nn.ReLU(inplace=True),

@@ -21,7 +21,13 @@ from core.environments import check
 from core.nests import map_nest
 from core.rollout import Spaces
 from examples.nethack.environment import make_env
-from examples.nethack.torso import CROP, NUM_TRIGRAMS, NetHackTorso, trigrams_of
+from examples.nethack.torso import (
+    CROP,
+    NUM_TRIGRAMS,
+    STONE,
+    NetHackTorso,
+    trigrams_of,
+)
 
 ROOT = Path(__file__).parents[2]
 H, W, NUM_GLYPHS = 21, 79, 5976
@@ -154,6 +160,14 @@ def test_the_patched_programs_create_a_task_by_its_name(fork, temporary, name):
     env = module.create_env(module.parse_flags(flags))
     assert env.spec.id == "NetHackStaircase-v0"
     assert env.observation_space == SPACE
+    env.close()
+
+
+def test_what_the_network_ignores_is_stone(temporary):
+    nethack = pytest.importorskip("nle.nethack")
+    assert nethack.glyph_to_cmap(STONE) == 0  # S_stone, in NetHack's rm.h.
+    env = make_env()
+    assert (env.reset(seed=1)[0]["glyphs"] == STONE).mean() > 0.5
     env.close()
 
 
