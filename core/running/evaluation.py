@@ -169,21 +169,14 @@ def report(
         table.writerow(["game", "return", "steps", "episodes", "mean_life_return"])
         for game in games:
             played.append(game)
+            num_lives = len(game.life_returns)
             per_life = statistics.fmean(game.life_returns)
-            table.writerow(
-                [
-                    len(played) - 1,
-                    game.game_return,
-                    game.steps,
-                    len(game.life_returns),
-                    per_life,
-                ]
-            )
+            row = (len(played) - 1, game.game_return, game.steps, num_lives, per_life)
+            table.writerow(row)
             file.flush()
             print(
                 f"Game {len(played)}: return {game.game_return:g} in {game.steps} "
-                f"steps, {len(game.life_returns)} episode(s) of mean return "
-                f"{per_life:g}",
+                f"steps, {num_lives} episode(s) of mean return {per_life:g}",
                 flush=True,
             )
     returns = [game.game_return for game in played]
