@@ -221,16 +221,14 @@ def _describe_code() -> dict[str, Any]:
     """
 
     def git(*args: str) -> str:
-        return subprocess.run(
+        return subprocess.check_output(
             ["git", *args],
             cwd=Path(__file__).parent,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            check=True,
             timeout=10,
-        ).stdout.strip()
+        ).strip()
 
     try:
         # Fails if this file is only installed inside the checkout of another project.

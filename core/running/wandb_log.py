@@ -80,7 +80,14 @@ class WandbLog:
     def _run(self) -> None:
         try:
             self._called_at = time.monotonic()
-            run = self._init()
+            run = self._wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "torchbeast"),
+                id=_run_id(self._run_dir),
+                name=self._run_dir.name,
+                dir=str(self._run_dir),
+                config=self._config,
+                resume="allow",
+            )
             while True:
                 self._called_at = None
                 row = self._rows.get()
@@ -94,16 +101,6 @@ class WandbLog:
             run.finish()
         except Exception as error:  # A failing service must not stop the run.
             log.warning("Weights & Biases failed, and gets no more rows: %s", error)
-
-    def _init(self) -> Any:
-        return self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "torchbeast"),
-            id=_run_id(self._run_dir),
-            name=self._run_dir.name,
-            dir=str(self._run_dir),
-            config=self._config,
-            resume="allow",
-        )
 
     def close(self) -> None:
         """Wait until all rows are sent, for at most END_S."""
