@@ -67,8 +67,7 @@ def optimizer_state(
     ):
         options = {
             key: encode(f"group {i}/{key}", value)
-            for key, value in group.items()
-            if key != "params" and not callable(value)
+            for key, value in _options(group).items()
         }
         before = fresh[i] if i < len(fresh) else group
         changed = [
@@ -235,12 +234,11 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     Call this before the first update: `optimizer_state` compares with the copy to tell
     configuration from state. Options that are functions are left out.
     """
-    return [
-        copy.deepcopy(
-            {k: v for k, v in group.items() if k != "params" and not callable(v)}
-        )
-        for group in optimizer.param_groups
-    ]
+    return [copy.deepcopy(_options(group)) for group in optimizer.param_groups]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params" and not callable(v)}
 
 
 def _equal_values(a: Any, b: Any) -> bool:

@@ -130,17 +130,16 @@ class Snapshots:
             )
         for line in found.rejected:
             log.warning("Checkpoint not used: %s", line)
+        differences = self._flag_differences(found)
         try:
             model = checkpoint.weights_for(self._learner.net, found)
         except checkpoint.CheckpointMismatch as error:
             raise ConfigError(
-                f"--init_from {found.path} does not fit: {error}"
-                f"{self._flag_differences(found)}"
+                f"--init_from {found.path} does not fit: {error}{differences}"
             ) from error
         if key := checkpoint.find_not_finite(self._learner.net, model):
             raise ConfigError(f"--init_from {found.path}: {key} is not finite")
         self._learner.net.load_state_dict(model)
-        differences = self._flag_differences(found)
         log.info("Weights of %s, step %d%s", found.path, found.step, differences)
 
     def _flag_differences(self, found: checkpoint.Checkpoint) -> str:
