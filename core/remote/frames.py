@@ -29,12 +29,10 @@ MIN_STACK_NBYTES = 4096
 
 def arrays_of(spec: Nest, path: tuple[str | int, ...] = ()) -> tuple[Array, ...]:
     """Return the arrays of a nest of `ArraySpec`, in the order of `nests.leaves`."""
-    items: Any
     if isinstance(spec, ArraySpec):
         return (Array(path, spec.dtype.name, spec.shape),)
-    items = spec.items() if isinstance(spec, dict) else enumerate(spec)
-    arrays = [array for key, sub in items for array in arrays_of(sub, (*path, key))]
-    return tuple(arrays)
+    items: Any = spec.items() if isinstance(spec, dict) else enumerate(spec)
+    return tuple(a for key, sub in items for a in arrays_of(sub, (*path, key)))
 
 
 def value_ranges(

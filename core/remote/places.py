@@ -33,7 +33,6 @@ class Place:
     run_id: str
     first_env_id: int
     progress: np.ndarray  # [2] float64: a row of `ServerOptions.progress`.
-    index: int  # The number of that row.
     where: str  # As `at_peer` returns it.
     since: str  # Wall clock time, for messages.
     cancel: Callable[[], Any]
@@ -52,9 +51,9 @@ class Places:
         self.num_streams = num_streams
         # The reason for ending all streams, or None. Streams read it between steps.
         self.goodbye: str | None = None
-        self._progress = progress
         # Guards the attributes below; notified when a place becomes free.
         self._changed = threading.Condition()
+        self._free = [*reversed(progress)]  # Rows that no stream writes into.
         self._taken: list[Place] = []
         self._silent: list[Any] = []  # gRPC contexts of streams before their Hello.
 
@@ -101,18 +100,15 @@ class Places:
                 lambda: not any(place in self._taken for place in old), TAKEOVER_S
             )
             in_use = [p for p in self._taken if not (p in old and p.is_closing)]
-            indices = [place.index for place in self._taken]
-            free = [i for i in range(len(self._progress)) if i not in indices]
-            if len(in_use) >= self.num_streams or not free:
+            if len(in_use) >= self.num_streams or not self._free:
                 raise Busy(self._describe_taken())
             place = Place(
                 run_id=hello.run_id,
                 first_env_id=hello.first_env_id,
-                progress=self._progress[free[0]],
-                index=free[0],
                 where=at_peer(context),
                 since=time.strftime("%H:%M:%S"),
                 cancel=context.cancel,
+                progress=self._free.pop(),
             )
             self._taken.append(place)
         try:
@@ -121,6 +117,7 @@ class Places:
             place.progress[1] = 0.0
             with self._changed:
                 self._taken.remove(place)
+                self._free.append(place.progress)
                 self._changed.notify_all()
 
     def _describe_taken(self) -> str:
