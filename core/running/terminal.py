@@ -202,19 +202,15 @@ def never_waiting(*, c_code: bool = False) -> Iterator[None]:
     Args:
       c_code: do the same for C libraries. Child processes inherit this.
     """
-    old = sys.stdout, sys.stderr
-    new = [Terminal(x) if _has_descriptor(x) else x for x in old]
-    sys.stdout, sys.stderr = new
+    out, err = _never_waiting(sys.stdout), _never_waiting(sys.stderr)
     with contextlib.ExitStack() as stack:
-        for stream in new:
+        for stream in (out, err):
             if isinstance(stream, Terminal):
                 stack.callback(stream.flush, CLOSE_S)
                 if c_code:
                     stack.enter_context(stream.in_place())
-        try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
-        finally:
-            sys.stdout, sys.stderr = old
 
 
 def files() -> list[LogFile]:
@@ -237,13 +233,13 @@ def write_waiting() -> None:
         stream.flush()
 
 
-def _has_descriptor(stream: Any) -> bool:
-    """Return whether a stream has a file descriptor; a stream of a test may not."""
+def _never_waiting(stream: Any) -> Any:
+    """Return a `Terminal` for a stream; the stream itself if it has no descriptor."""
     try:
         stream.fileno()
     except (AttributeError, OSError, ValueError):
-        return False
-    return True
+        return stream  # Of a test.
+    return Terminal(stream)
 
 
 def urgent_fd() -> int:
