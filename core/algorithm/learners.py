@@ -57,6 +57,7 @@ STOP_S = 5.0
 SAY_WAITING_S = 30.0  # Between two warnings that this learner waits for another one.
 ASK_S = 1.0  # Between two checks whether another learner has ended or wants to stop.
 REPORT_S = 1.0  # Learner 0 asks for the other learners' reports at this interval.
+YEAR_S = 365 * 86400.0  # For torch, which takes no infinite limit.
 CHECK_UPDATES = 1000  # Updates between two comparisons of the weights.
 
 
@@ -80,12 +81,12 @@ class Learners:
     `Learner.turn`. The main thread may call `check_stop` at any time.
     """
 
-    def __init__(self, store: Any, *, limit_s: float | None):
+    def __init__(self, store: Any, *, limit_s: float):
         """Connect to the other learners.
 
         Args:
           store: torch's key-value store of this start, which all learners share.
-          limit_s: how long an update waits for other learners; None for no limit.
+          limit_s: how long an update waits for other learners; may be infinite.
         """
         self.rank, self.size = ranks.rank(), ranks.size()
         self.reports: list[Any] = []  # In learner 0: the newest of the other learners.
@@ -106,9 +107,6 @@ class Learners:
             torch.cuda.set_device(gpu)  # From now on "cuda" means this GPU.
         store.set(f"process/{self.rank}", f"{os.getpid()} {proc.place()}")
         self._wait_for_all()
-        limit = datetime.timedelta(days=365)
-        if limit_s is not None:
-            limit = datetime.timedelta(seconds=limit_s)
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
         with self._waiting(at_start=True):
             dist.init_process_group(
@@ -116,7 +114,7 @@ class Learners:
                 store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
                 rank=self.rank,
                 world_size=self.size,
-                timeout=limit,
+                timeout=datetime.timedelta(seconds=min(limit_s, YEAR_S)),
             )
         # Learners that share a GPU sum on the CPU: NCCL needs one GPU for each.
         gpus = {*self.collect((socket.gethostname(), gpu))}
@@ -246,7 +244,7 @@ class Learners:
           LearnerLost: a learner has ended, or has not connected within START_S (within
             the limit of an update, if that is longer).
         """
-        limit_s = max(START_S, math.inf if self._limit_s is None else self._limit_s)
+        limit_s = max(START_S, self._limit_s)
         began = said = time.monotonic()
         while not self._have_all_connected():
             self._raise_if_one_has_ended()
@@ -356,7 +354,7 @@ class Learners:
         try:
             yield
         except RuntimeError as error:  # Of gloo and NCCL; dist.DistError is one, too.
-            is_late = self.waited_s() > 0.9 * (self._limit_s or math.inf)
+            is_late = self.waited_s() > 0.9 * self._limit_s
             if at_start and not is_late:
                 raise
             raise self._explain(error, is_late) from error
@@ -536,7 +534,7 @@ def _connect(flags: argparse.Namespace) -> Learners:
                 "learners with torchrun; for one learner unset WORLD_SIZE."
             )
     check_host("--master_addr (MASTER_ADDR)", os.environ["MASTER_ADDR"])
-    limit_s = flags.stall_timeout_s if flags.on_stall == "stop" else None
+    limit_s = flags.stall_timeout_s if flags.on_stall == "stop" else math.inf
     try:
         return Learners(_open_store(START_S), limit_s=limit_s)
     except (RuntimeError, ValueError) as error:

@@ -603,7 +603,7 @@ def test_a_store_that_another_thread_gives_up_during_a_call_is_no_crash(monkeypa
     found._store = Store()
     assert found._read("ended") == "1"
     assert found._read("ended") is None
-    found.rank, found.size, found._limit_s = 1, 2, None
+    found.rank, found.size = 1, 2
     assert not found._have_all_connected()
     monkeypatch.setattr(learners, "END_S", 0.0)
     lost = found._explain(RuntimeError("Broken pipe"), is_late=False)
