@@ -22,7 +22,7 @@ episode's first observation (no-ops, fire) are dropped.
 
 `wrap` applies the same wrappers to an environment of your own, from Gymnasium or (by
 `core.environments.classic_gym.adapt`) from classic gym. Its `unwrapped` must have an
-`ale`.
+`ale` and `get_action_meanings`.
 """
 
 import collections
@@ -45,7 +45,7 @@ try:
 except ImportError as error:  # Only Atari games need it: make_atari raises it.
     IMPORT_ERROR = str(error)
 
-# Indices in the minimal and in the full action set of every game.
+# Indices in the full action set, and in the minimal one of a game that has a no-op.
 NOOP, FIRE = 0, 1
 
 FRAMES_PER_SECOND = 60  # Of the Atari 2600.
@@ -190,7 +190,8 @@ def wrap(
         is truncated at the end of the step that reaches it.
 
     Raises:
-      MakeError: an option is out of its range, or `env` skips frames by itself.
+      MakeError: an option is out of its range, or `env` skips frames by itself, or
+        has no no-op, which `noop_max` and `episodic_life` need.
     """
     for name, value, least in [
         ("noop_max", noop_max, 0),
@@ -205,6 +206,13 @@ def wrap(
         raise MakeError(
             f"the environment skips frames by itself ({skip}), and MaxAndSkip would "
             "skip again. Make it with frameskip=1, or use an id with NoFrameskip."
+        )
+    if (noop_max > 0 or episodic_life) and (
+        first := game.get_action_meanings()[NOOP]
+    ) != "NOOP":
+        raise MakeError(
+            f"the game's first action is {first}, but its resets press a no-op. Let it "
+            "have all actions: full_action_space=True (--full_action_space)."
         )
     env = TimeLimit(env, max_frames)
     if noop_max > 0:

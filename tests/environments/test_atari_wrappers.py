@@ -556,6 +556,7 @@ def test_missing_ale_py_is_named_with_the_command_that_installs_it(monkeypatch):
         ({"noop_max": -1}, "noop_max is -1 but must be at least 0"),
         ({"frame_skip": 0}, "frame_skip is 0 but must be at least 1"),
         ({"max_frames": 0}, "max_frames is 0 but must be at least 1"),
+        ({"env_id": "ALE/Backgammon-v5"}, "first action is FIRE.*--full_action_space"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):
