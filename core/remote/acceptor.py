@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from core.errors import ConfigError
 from core.remote import child, tls
@@ -128,9 +129,8 @@ class Acceptor:
                     lambda: Connection(
                         lambda c: self._tasks.start(self._serve_connection(c))
                     ),
-                    host.strip("[]") or "127.0.0.1",
-                    int(port),
                     backlog=BACKLOG,
+                    **_where(host, int(port)),
                 )
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
@@ -439,6 +439,15 @@ async def accept(flags: argparse.Namespace) -> None:
                 tls.reload(context, flags.tls_dir)
     finally:
         acceptor.close()
+
+
+def _where(host: str, port: int) -> dict[str, Any]:
+    """Return where asyncio's `create_server` listens: [::] means IPv4 as well."""
+    if host == "[::]" and socket.has_dualstack_ipv6():
+        family = socket.AF_INET6
+        both = socket.create_server(("", port), family=family, dualstack_ipv6=True)
+        return {"sock": both}
+    return {"host": host.strip("[]") or "127.0.0.1", "port": port}
 
 
 def name_nbytes(folder: Path) -> int:

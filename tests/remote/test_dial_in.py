@@ -189,6 +189,22 @@ def test_bytes_reach_the_right_server_and_come_back(play, folders, encrypt):
     play(body)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_all_addresses_of_ipv6_are_those_of_ipv4_too(play):
+    """As in a server of gRPC, with --server_address [::]:PORT."""
+
+    async def body(scene: Scene) -> None:
+        scene.address = "[::]:0"
+        await scene.open()
+        port = scene.address.removeprefix("[::]")
+        for times, host in enumerate(("127.0.0.1", "[::1]"), start=1):
+            scene.address = host + port
+            scene.join(await scene.echo(f"echo-{times}"))
+            await scene.joined(times)
+
+    play(body)
+
+
 def test_who_does_not_read_fills_no_memory(play):
     async def body(scene: Scene) -> None:
         async def ignore(reader, writer):
