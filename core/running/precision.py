@@ -72,8 +72,9 @@ def best_precision(
     # that --model names.
     if not issubclass(TORSOS[model], ImageTorso):
         return "float32", (
-            f"{chosen} has no convolutions, and bfloat16 would round the numbers that "
-            "it reads. A torso of your own that has some needs --precision bfloat16"
+            f"{chosen} has no convolutions, and bfloat16 would round the numbers "
+            "that it reads. A torso of your own with convolutions needs --precision "
+            "bfloat16"
         )
     names = []
     for device in dict.fromkeys(devices):
