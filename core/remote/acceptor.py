@@ -429,8 +429,9 @@ async def accept(flags: argparse.Namespace) -> None:
         address = await acceptor.listen(flags.listen)
         child.tell("listening", address)
         log.info(
-            "Machines may dial in: python -m polybeast_env --learner_address %s",
+            "Machines may dial in: python -m polybeast_env --learner_address %s%s",
             describe(address),
+            "" if context is None else " --tls_dir ...",
         )
         while True:  # Until it is cancelled.
             await asyncio.sleep(CHECK_S)
