@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared helpers: rows of log files, child processes, the root logger as before."""
+"""Shared helpers: rows of log files, the root logger as before."""
 
 import csv
 import logging
-from pathlib import Path
 
 import pytest
 
 from core.columns import FIELDS
 from core.running import logs
-from tests.python import run_python
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0  # Of every wait for another thread.
 
 COLUMNS = [field.name for field in FIELDS]
@@ -39,18 +36,6 @@ def write_rows(run_dir, steps, **options):
 
 def steps_of(run_dir, name="logs.csv"):
     return [int(row["step"]) for row in read_rows(run_dir / name)]
-
-
-def run_child(code, *args):
-    """Run Python code, after PRELUDE, in a process of its own."""
-    return run_python(PRELUDE + code, *args)
-
-
-PRELUDE = """
-import logging, os, resource, signal, sys
-from pathlib import Path
-from core.running import folder, log_setup, logs, status_line
-"""
 
 
 def read_events(run_dir):

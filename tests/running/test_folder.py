@@ -5,8 +5,8 @@ import errno
 import logging
 import os
 import re
-import select
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,16 +24,8 @@ from core.running.folder import (
     read_meta,
     write_meta,
 )
-from tests.running.conftest import (
-    DEADLINE_S,
-    PRELUDE,
-    ROOT,
-    event_steps,
-    read_rows,
-    run_child,
-    steps_of,
-    write_rows,
-)
+from tests.conftest import DEADLINE_S, Forked
+from tests.running.conftest import event_steps, read_rows, steps_of, write_rows
 
 
 def test_meta_says_what_ran_where_from_which_code(tmp_path):
@@ -201,32 +193,22 @@ def test_what_a_killed_process_was_writing_is_removed_at_the_next_start(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"run", ".locks"}
 
 
-# The owner forks a child that outlives it, as an actor may for a moment.
-LOCK_OWNER = """
-folder.prepare_run_dir(Path(sys.argv[1]), "run")
-if os.fork() == 0:
-    sys.stdin.read()
-    os._exit(0)
-print("locked", flush=True)
-signal.pause()
-"""
+def own(savedir):
+    """Have a child that outlives this process, as an actor may for a moment."""
+    prepare_run_dir(savedir, "run")
+    if (child := os.fork()) == 0:
+        signal.pause()
+    print(child)
+    signal.pause()
 
 
 @pytest.fixture
-def owner(tmp_path):
+def owner(_context, tmp_path):
     """A process that holds the lock of tmp_path/run."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + LOCK_OWNER, str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert select.select([process.stdout], [], [], DEADLINE_S)[0]
-        assert process.stdout.readline() == "locked\n"
+    with Forked(_context, tmp_path / "owner.txt", own, tmp_path) as process:
+        process.wait_for_text("\n")
         yield process
-        process.kill()
-        process.stdin.close()  # Ends the child.
+        os.kill(int(process.text()), signal.SIGKILL)
 
 
 def test_a_run_directory_in_use_is_refused_with_the_pid(tmp_path, owner):
@@ -238,15 +220,13 @@ def test_a_run_directory_in_use_is_refused_with_the_pid(tmp_path, owner):
 
 def test_the_lock_ends_with_its_owner_even_if_killed(tmp_path, owner):
     owner.kill()
-    owner.wait(DEADLINE_S)
     run_dir = prepare_run_dir(tmp_path, "run")  # The forked child still lives.
     assert (run_dir / ".lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_a_deleted_folder_is_made_anew_and_stays_locked(tmp_path):
+def test_a_deleted_folder_is_made_anew_and_stays_locked(tmp_path, run_forked):
     def start_another() -> str:
-        code = "folder.prepare_run_dir(Path(sys.argv[1]), 'run')"
-        return run_child(code, tmp_path).stderr
+        return run_forked(prepare_run_dir, tmp_path, "run")[1]
 
     run_dir = prepare_run_dir(tmp_path, "run")
     with log_setup.setup_logging(run_dir):
@@ -270,11 +250,10 @@ def test_a_deleted_folder_is_made_anew_and_stays_locked(tmp_path):
     assert event_steps(run_dir) == [200, 300]
 
 
-def test_the_same_process_may_prepare_its_run_again(tmp_path):
+def test_the_same_process_may_prepare_its_run_again(tmp_path, run_forked):
     prepare_run_dir(tmp_path, "run")
     assert prepare_run_dir(tmp_path, "run").name == "run"
-    other = run_child("folder.prepare_run_dir(Path(sys.argv[1]), 'run')", tmp_path)
-    assert "RunDirBusy" in other.stderr
+    assert "RunDirBusy" in run_forked(prepare_run_dir, tmp_path, "run")[1]
 
 
 def test_a_copy_of_a_runs_folder_is_another_run(tmp_path):

@@ -6,42 +6,38 @@ import errno
 import fcntl
 import logging
 import os
+import resource
 import sys
 import threading
 from pathlib import Path
 
 from core.running import log_file, log_setup, logs, terminal
 from tests.conftest import wait_until
-from tests.running.conftest import event_steps, read_rows, run_child, steps_of
-
-FULL_DISK = """
-run_dir = Path(sys.argv[1])
-limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-with log_setup.setup_logging(run_dir), logs.RunLog(run_dir) as run_log:
-    run_log.log({"step": 1, "entropy": 0.5})
-    # A file may grow by 17 bytes more: the disk fills up in the middle of a row.
-    size = max((run_dir / "logs.csv").stat().st_size, 200) + 17
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    for step in range(2, 7):
-        run_log.log({"step": step, "entropy": 0.5})
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    torn = (run_dir / "logs.csv").read_text()
-    run_log.log({"step": 7, "entropy": 0.5})
-    print(torn.endswith("\\n"))
-"""
+from tests.running.conftest import event_steps, read_rows, steps_of
 
 
-def test_a_full_disk_delays_rows_but_loses_and_doubles_none(tmp_path):
-    child = run_child(FULL_DISK, tmp_path)
-    assert child.returncode == 0, child.stderr
-    assert child.stdout == "False\n"  # The disk was full in the middle of a row.
-    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
-    assert event_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+def fill_the_disk(run_dir):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with log_setup.setup_logging(run_dir), logs.RunLog(run_dir) as run_log:
+        run_log.log({"step": 1, "entropy": 0.5})
+        # A file may grow by 17 bytes more: the disk fills up in the middle of a row.
+        size = max((run_dir / "logs.csv").stat().st_size, 200) + 17
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        for step in range(2, 7):
+            run_log.log({"step": step, "entropy": 0.5})
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not (run_dir / "logs.csv").read_text().endswith("\n")
+        run_log.log({"step": 7, "entropy": 0.5})
 
 
-def test_a_full_disk_is_warned_about_once(tmp_path):
-    child = run_child(FULL_DISK, tmp_path)
-    for text in (child.stderr, (tmp_path / "out.log").read_text()):
+def test_a_full_disk_delays_rows_but_loses_and_doubles_none(tmp_path, run_forked):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    status, said = run_forked(fill_the_disk, run_dir)
+    assert status == 0, said
+    assert steps_of(run_dir) == [1, 2, 3, 4, 5, 6, 7]
+    assert event_steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
+    for text in (said, (run_dir / "out.log").read_text()):
         assert text.count("Cannot write to") == 1
         assert "Rows that waited: 5, lost so far: 0." in text
 

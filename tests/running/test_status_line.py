@@ -9,18 +9,18 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import sys
 import termios
-import time
+import threading
 from fcntl import ioctl
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from core.running import status_line
-from tests.running.conftest import DEADLINE_S, PRELUDE, ROOT
+from core.running import log_setup, status_line
+from tests.conftest import DEADLINE_S, Forked, wait_until
 
 
 @pytest.fixture
@@ -130,63 +130,73 @@ def test_durations_are_short(seconds, text):
     assert status_line._duration(seconds) == text
 
 
-LIVE_LINE = """
-import threading
-from tests.running.test_status_line import row
-run_dir = Path(sys.argv[1])
-with log_setup.setup_logging(run_dir), status_line.StatusLine(1000) as status:
-    for step in range(100, 800, 100):
-        status._shown_at = -1.0  # As if enough time had gone by.
-        status.update(row(step, 50.0, -3.25, 1.5), "env-bound 71 %")
-        if step == 300:
-            logging.getLogger("x").warning("an actor died")
-        if step == 500:
-            print("printed by the user")
-        assert threading.active_count() == 1, threading.enumerate()
-print("after the line")
-"""
+def live_line(run_dir, stdout=None):
+    """Be a program that shows a live line, and maybe prints to a file."""
+    if stdout is not None:
+        os.dup2(os.open(stdout, os.O_WRONLY | os.O_CREAT), 1)
+    with log_setup.setup_logging(run_dir), status_line.StatusLine(1000) as status:
+        for step in range(100, 800, 100):
+            status._shown_at = -1.0  # As if enough time had gone by.
+            status.update(row(step, 50.0, -3.25, 1.5), "env-bound 71 %")
+            if step == 300:
+                logging.getLogger("x").warning("an actor died")
+            if step == 500:
+                print("printed by the user")
+            assert threading.active_count() == 1, threading.enumerate()
+    print("after the line")
 
 
-def run_in_terminal(code, *args, columns, stdout_to_terminal=True):
-    """Run Python code in a terminal; return its status and what the terminal got."""
-    parent, terminal = pty.openpty()
-    ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
-    child = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code, *map(str, args)],
-        cwd=ROOT,
-        env=env | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"},
-        stdin=subprocess.DEVNULL,
-        stdout=terminal if stdout_to_terminal else subprocess.PIPE,
-        stderr=terminal,
-    )
-    os.close(terminal)
-    try:
-        output = read_terminal(parent)
-        stdout = child.stdout.read().decode() if child.stdout else ""
-        return child.wait(DEADLINE_S), output, stdout
-    finally:
-        child.kill()
-        child.wait(DEADLINE_S)
-        os.close(parent)
-        if child.stdout:
-            child.stdout.close()
+def outlive_terminal(run_dir):
+    with log_setup.setup_logging(run_dir), status_line.StatusLine(1000) as status:
+        status.update(row(100, 50.0))
+        poll = select.poll()
+        poll.register(2, select.POLLHUP)
+        assert poll.poll(1000 * DEADLINE_S)
+        for step in (200, 300):
+            status._shown_at = -1.0
+            status.update(row(step, 50.0))
+        logging.info("still here")
+    os._exit(7)
 
 
-def read_terminal(fd, until=None):
-    """Read until everybody has closed the terminal, or `until` is there."""
-    data, deadline = b"", time.monotonic() + DEADLINE_S
-    while until is None or until not in data:
-        left = deadline - time.monotonic()
-        assert left > 0 and select.select([fd], [], [], left)[0], data
+def with_utf8(function, *args):
+    """Call a function in a terminal of any width and of all characters."""
+    for name in ("COLUMNS", "NO_COLOR"):
+        os.environ.pop(name, None)
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(encoding="utf-8")
+    function(*args)
+
+
+@pytest.fixture
+def run_in_terminal(_context):
+    """Call a function in a child that has a terminal; return its status and output.
+
+    If `until` is in the output, the terminal goes away.
+    """
+
+    def run_in_terminal(function, *args, columns=80, until=None):
+        parent, terminal = pty.openpty()
+        ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        tty, output = Path(os.ttyname(terminal)), b""
+        env = {"TERM": "xterm"}
+
+        def has_ended() -> bool:
+            nonlocal output
+            is_alive = child.is_alive()
+            while select.select([parent], [], [], 0)[0]:
+                output += os.read(parent, 65536)
+            return not is_alive or (until is not None and until in output)
+
         try:
-            chunk = os.read(fd, 65536)
-        except OSError:  # Linux says so at the end.
-            break
-        if not chunk:
-            break
-        data += chunk
-    return data.decode()
+            with Forked(_context, tty, with_utf8, function, *args, env=env) as child:
+                wait_until(has_ended)
+                os.close(parent)
+                return child.wait(), output.decode()
+        finally:
+            os.close(terminal)
+
+    return run_in_terminal
 
 
 def screen(output):
@@ -205,8 +215,10 @@ def screen(output):
     return [line.rstrip() for line in lines], ever
 
 
-def test_a_terminal_shows_one_live_line_below_what_is_logged_and_printed(tmp_path):
-    status, output, _ = run_in_terminal(LIVE_LINE, tmp_path, columns=130)
+def test_a_terminal_shows_one_live_line_below_what_is_logged_and_printed(
+    run_in_terminal, tmp_path
+):
+    status, output = run_in_terminal(live_line, tmp_path, columns=130)
     assert status == 0, output
     lines, ever = screen(output)
     assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING  an actor died", lines[0])
@@ -221,9 +233,11 @@ def test_a_terminal_shows_one_live_line_below_what_is_logged_and_printed(tmp_pat
     assert "an actor died" in (tmp_path / "out.log").read_text()
 
 
-def test_a_narrow_terminal_shows_the_most_important_parts_in_one_line(tmp_path):
+def test_a_narrow_terminal_shows_the_most_important_parts_in_one_line(
+    run_in_terminal, tmp_path
+):
     columns = 59
-    status, output, _ = run_in_terminal(LIVE_LINE, tmp_path, columns=columns)
+    status, output = run_in_terminal(live_line, tmp_path, columns=columns)
     assert status == 0, output
     lines, ever = screen(output)
     assert lines[2] == "step 700/1.00k  50 SPS  return(100) -3.25  ETA 6s"
@@ -231,54 +245,28 @@ def test_a_narrow_terminal_shows_the_most_important_parts_in_one_line(tmp_path):
     assert max(map(len, drawn)) < columns
 
 
-def test_a_terminal_narrower_than_the_shortest_line_does_not_wrap(tmp_path):
+def test_a_terminal_narrower_than_the_shortest_line_does_not_wrap(
+    run_in_terminal, tmp_path
+):
     columns = 23
-    status, output, _ = run_in_terminal(LIVE_LINE, tmp_path, columns=columns)
+    status, output = run_in_terminal(live_line, tmp_path, columns=columns)
     assert status == 0, output
     drawn = [line for line in screen(output)[1] if line.startswith("step")]
     assert drawn and max(map(len, drawn)) <= columns
     assert "\x1b[1A" not in output  # The cursor goes up if the line takes two.
 
 
-def test_what_is_printed_goes_to_the_file_that_stdout_is(tmp_path):
-    status, output, stdout = run_in_terminal(
-        LIVE_LINE, tmp_path, columns=130, stdout_to_terminal=False
-    )
+def test_what_is_printed_goes_to_the_file_that_stdout_is(run_in_terminal, tmp_path):
+    stdout = tmp_path / "stdout"
+    status, output = run_in_terminal(live_line, tmp_path, stdout, columns=130)
     assert status == 0, output
-    assert stdout == "printed by the user\nafter the line\n"
+    assert stdout.read_text() == "printed by the user\nafter the line\n"
     assert "step 700/" in output
 
 
-def test_a_run_outlives_its_terminal(tmp_path):
-    code = """
-from tests.running.test_status_line import row
-with log_setup.setup_logging(Path(sys.argv[1])), status_line.StatusLine(1000) as status:
-    status.update(row(100, 50.0))
-    sys.stdin.read()  # Until the terminal is gone.
-    for step in (200, 300):
-        status._shown_at = -1.0
-        status.update(row(step, 50.0))
-    logging.info("still here")
-os._exit(7)
-"""
-    parent, terminal = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code, str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"TERM": "xterm"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=terminal,
-    )
-    os.close(terminal)
-    try:
-        read_terminal(parent, until=b"step 100/")
-        os.close(parent)
-        child.stdin.close()
-        assert child.wait(DEADLINE_S) == 7
-    finally:
-        child.kill()
-        child.wait(DEADLINE_S)
+def test_a_run_outlives_its_terminal(run_in_terminal, tmp_path):
+    status, output = run_in_terminal(outlive_terminal, tmp_path, until=b"step 100/")
+    assert status == 7, output
     assert "still here" in (tmp_path / "out.log").read_text()
 
 

@@ -21,9 +21,9 @@ from core.running.supervise import (
     exit_with_parent,
     start_thread,
 )
-from tests.conftest import ended, wait_until
+from tests.conftest import Forked, ended, wait_until
 from tests.python import run_python
-from tests.running.conftest import DEADLINE_S, ROOT
+from tests.running.conftest import DEADLINE_S
 
 
 @pytest.fixture
@@ -224,28 +224,13 @@ def middle(method):
 
 
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
-def test_a_child_ends_with_its_killed_parent(method, folder):
-    code = f"from tests.running.test_supervise import middle; middle({method!r})"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder)},  # Killed processes leave files.
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    child = None
-    try:
-        child = psutil.Process(int(parent.stdout.readline()))
+def test_a_child_ends_with_its_killed_parent(method, _context, tmp_path):
+    with Forked(_context, tmp_path / "parent.txt", middle, method) as parent:
+        parent.wait_for_text("\n")
+        child = psutil.Process(int(parent.text()))
         assert not ended([child])
         parent.kill()
-        parent.wait(DEADLINE_S)
         wait_until(lambda: ended([child]))
-    finally:
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
-        if child is not None and not ended([child]):
-            child.kill()
 
 
 @pytest.fixture
