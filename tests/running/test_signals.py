@@ -198,34 +198,35 @@ def test_threads_without_python_are_listed_too(run_forked):
     assert re.search(r"^thread \d+ python\S*: R \S+, CPU [\d.]+ s$", said, re.M)
 
 
-def test_a_paused_program_is_neither_late_nor_ended():
-    done = run_python("""
-        import os, signal, subprocess
-        from core.running import signals, supervise
-        supervise.HANG_GRACE_S, signals.PAUSE_S = 0.2, 1.0
-        watchdog = supervise.Watchdog(1.0)
-        watchdog.progress("step 3")
-        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
-        signal.raise_signal(signal.SIGTSTP)
-        watchdog.progress("step 3")
-        watchdog.close()
-        print(signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL)
-    """)
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+PAUSED_PROGRAM = """
+import os, signal, subprocess
+from core.running import signals, supervise
+supervise.HANG_GRACE_S, signals.PAUSE_S = 0.2, 1.0
+watchdog = supervise.Watchdog(1.0)
+watchdog.progress("step 3")
+subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+signal.raise_signal(signal.SIGTSTP)
+watchdog.progress("step 3")
+watchdog.close()
+assert signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+"""
+PAUSED_CALL = """
+import os, signal, subprocess, time
+from core.running import signals, unit
+unit.END_S, signals.PAUSE_S = 0.2, 1.0
+with unit.limit_calls(2.0) as clocks:
+    clocks[0] = time.monotonic()
+    subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+    signal.raise_signal(signal.SIGTSTP)
+    time.sleep(2 * unit.LOOK_S)  # The limit is longer, after the pause.
+"""
 
 
-def test_a_paused_call_of_an_environment_does_not_hang():
-    done = run_python("""
-        import os, signal, subprocess, time
-        from core.running import signals, unit
-        unit.END_S, signals.PAUSE_S = 0.2, 1.0
-        with unit.limit_calls(2.0) as clocks:
-            clocks[0] = time.monotonic()
-            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
-            signal.raise_signal(signal.SIGTSTP)
-            time.sleep(2 * unit.LOOK_S)  # The limit is longer, after the pause.
-    """)
-    assert done.returncode == 0, done.stderr
+def test_a_paused_program_is_neither_late_nor_ended(start_program):
+    """Nor does a call of an environment hang. Both are paused at the same time."""
+    codes = PAUSED_PROGRAM, PAUSED_CALL
+    for program in [start_program(sys.executable, "-c", code) for code in codes]:
+        assert program.wait() == 0, program.text()
 
 
 def test_an_ignored_pause_stays_ignored():
