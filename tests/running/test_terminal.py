@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+import monobeast
+from core.imports import open_closed_streams
 from core.running import supervise, terminal
 from core.running.log_file import LogFile
 from core.running.terminal import ChildOutput, Terminal, lines_of, never_waiting
@@ -437,27 +439,38 @@ def test_a_main_loop_may_log_what_child_processes_write_without_a_thread(caplog)
     assert caplog.records[-1].getMessage() == "last"
 
 
-CLOSED = "exec {} -m {} <&- >&- 2>&-"  # The shell closes the three streams.
+def train_without_streams(argv) -> int:
+    os.closerange(0, 3)
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, name, None)
+    open_closed_streams()
+    return monobeast.main(argv)
 
 
-def test_a_run_needs_no_open_standard_streams(tmp_path):
+def test_a_run_needs_no_open_standard_streams(tmp_path, run_forked):
     flags = f"--env Catch --serial --total_steps 640 --savedir {tmp_path} --xpid x"
-    command = CLOSED.format(sys.executable, f"monobeast {flags}")
-    assert subprocess.run(["sh", "-c", command], cwd=ROOT).returncode == 0
+    assert run_forked(train_without_streams, flags.split()) == (0, "")
     assert "Done" in (tmp_path / "x/out.log").read_text()
 
 
+CLOSED = "exec {} {} <&- >&- 2>&-"  # The shell closes the three streams.
+# It ends a program that imports it, before the program has imported torch.
 HAS_NULL = """
-import os, tools
+import os
 fds = [os.readlink(f"/proc/self/fd/{i}") for i in range(3)]
-assert fds == 3 * [os.devnull], fds
+os._exit(0 if fds == 3 * [os.devnull] else 1)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_no_file_of_a_tool_gets_the_descriptor_of_a_closed_stream():
-    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c"]
-    assert subprocess.run([*command, HAS_NULL], cwd=ROOT).returncode == 0
+@pytest.mark.parametrize(
+    "program", ["-m monobeast", "-m polybeast", "-c 'import tools, gymnasium'"]
+)
+def test_no_file_of_a_program_gets_the_descriptor_of_a_closed_stream(program, tmp_path):
+    (tmp_path / "gymnasium.py").write_text(HAS_NULL)
+    command = ["sh", "-c", CLOSED.format(sys.executable, program)]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -465,7 +478,7 @@ def test_no_file_of_a_server_gets_the_descriptor_of_a_closed_stream(
     start_program, folder
 ):
     flags = f"--env Catch --num_servers 1 --server_address unix:{folder}/env"
-    command = CLOSED.format(sys.executable, f"polybeast_env {flags}")
+    command = CLOSED.format(sys.executable, f"-m polybeast_env {flags}")
     program = start_program("sh", "-c", command)
     program.wait_for((folder / "env").exists)
     for process in (program, *program.family()):
