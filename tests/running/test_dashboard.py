@@ -27,6 +27,7 @@ Image = pytest.importorskip("PIL.Image")
 ImageSequence = pytest.importorskip("PIL.ImageSequence")
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 # TensorBoard's first two colours of runs.
 ORANGE, BLUE = (255, 112, 67), (0, 119, 187)
 
@@ -109,12 +110,9 @@ def tensorboard(logdir: Path):
 
 
 def screenshot(url: str, tmp_path: Path) -> np.ndarray:
-    """Return what a real browser shows, uint8 [H, W, 3]; skip the test without one."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"needs a browser: {', '.join(BROWSERS)}")
+    """Return what a real browser shows, uint8 [H, W, 3]."""
     path = tmp_path / "screen.png"
-    command = [browser, "--headless", "--disable-gpu", "--window-size=1200,800"]
+    command = [BROWSER, "--headless", "--disable-gpu", "--window-size=1200,800"]
     # Time is virtual, until all that is asked from the server is there.
     command += [
         "--virtual-time-budget=30000",
@@ -130,6 +128,7 @@ def num_pixels(picture: np.ndarray, color: tuple[int, int, int]) -> int:
     return int((picture[:, 310:] == color).all(axis=-1).sum())
 
 
+@pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: {', '.join(BROWSERS)}")
 def test_a_browser_shows_the_curves_of_two_runs_and_a_video(tmp_path):
     pytest.importorskip("imageio_ffmpeg")
     runs = tmp_path / "runs"
