@@ -42,32 +42,24 @@ def test_a_killed_run_leaves_nothing_though_all_is_hung_or_stopped(folder):
         assert set(program.leftovers()) == files
 
 
-def test_signals_to_the_whole_process_group_do_not_end_the_fork_server(folder):
-    """As from a terminal, `timeout` or a scheduler: the program ends the actors."""
+def actors(program: Program) -> list[int]:
+    """Return the fork server's children."""
+    return [p.pid for p in psutil.Process(fork_server(program)).children()]
+
+
+def test_a_run_survives_what_happens_to_its_fork_server(folder):
     flags = [*FLAGS, *SIZES["monobeast"], "--disable_checkpoint"]
     with Program("monobeast", folder, *flags) as program:
         program.wait_for(lambda: program.rows() > 3)
         pid = fork_server(program)
+        # As from a terminal, `timeout` or a scheduler: the program ends the actors.
         for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(pid, signum)
         rows = program.rows()
         program.wait_for(lambda: program.rows() > rows + 3)
         assert fork_server(program) == pid
         assert "restarting it" not in program.text()
-        program.process.terminate()
-        assert program.wait() == 75, program.text()
-
-
-def actors(program: Program) -> list[int]:
-    """Return the fork server's children."""
-    return [p.pid for p in psutil.Process(fork_server(program)).children()]
-
-
-def test_a_run_survives_the_end_of_its_fork_server_and_that_it_is_stopped(folder):
-    flags = [*FLAGS, *SIZES["monobeast"], "--disable_checkpoint"]
-    with Program("monobeast", folder, *flags) as program:
-        program.wait_for(lambda: program.rows() > 3)
-        os.kill(fork_server(program), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         program.wait_for(lambda: "restarting it" in program.text())
         rows = program.rows()
         program.wait_for(lambda: program.rows() > rows + 3)
