@@ -32,7 +32,8 @@ from tests.counting_env import check_rollout, decode
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_actors_write_rollouts_that_add_up_under_every_start_method(method):
-    with Pool(make_flags("tests.counting_env:make", "--start_method", method)) as pool:
+    flags = ["--start_method", method, "--num_actors", "1"]  # `spawn` imports torch.
+    with Pool(make_flags("tests.counting_env:make", *flags)) as pool:
         for _ in range(4):
             check_rollout(pool.next_rollout())
 

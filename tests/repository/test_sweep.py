@@ -408,6 +408,7 @@ def test_both_trainers_are_stopped_resumed_and_finished(toml, tmp_path, start_sw
         batch_size = 8
         log_interval_s = 0
         [flags.monobeast]
+        serial = true
         num_actors = 1
         envs_per_actor = 8
         [flags.polybeast]
