@@ -33,7 +33,6 @@ from tests.python import run_python
 # Those of `spawn` import torch: tests/actors/test_processes.py has them.
 METHODS = sorted({"fork", "forkserver"} & {*multiprocessing.get_all_start_methods()})
 DEADLINE_S = 60.0  # Of every wait for another process, which may have to import torch.
-ROOT = Path(__file__).parents[2]
 FD_FOLDER = Path("/proc/self/fd")
 
 SPECS = {

@@ -7,7 +7,6 @@ Nothing is timed here.
 import functools
 import json
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +15,6 @@ from benchmarks import ceilings, write_figures
 from benchmarks.peers import run as peers
 from benchmarks.peers import score as peers_score
 
-REPOSITORY = Path(__file__).parents[2]
 # A trainer that logs three rows and then fails.
 CRASHES = """
 import sys, time

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools.runs`: the log of a run that is in progress."""
 
-from pathlib import Path
-
 from tests.python import run_python
 from tools.runs import log_rows, num_rows
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_row_that_is_being_written_is_left_out(tmp_path):

@@ -25,10 +25,8 @@ from core.running import atomic, checkpoint, optimizer_state
 from core.running.checkpoint import CheckpointError, CheckpointMismatch, load, save
 from tools.nemesis.checkpoints import mutate
 
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60
 SEED = 20180209
-MUTATIONS = 200
+MUTATIONS = 70
 
 DTYPES = [
     getattr(torch, name)
