@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from core.environments.make import make
-from tests.python import run_python
 
 
 def test_make_knows_toys_gymnasium_ids_and_functions():
@@ -168,12 +167,3 @@ def test_make_lets_an_error_inside_the_users_module_through(user_module):
             make("UserBroken-v0")
     finally:
         gym.registry.pop("UserBroken-v0")
-
-
-def test_environment_servers_can_import_it_without_torch():
-    code = (
-        "import sys, core.environments.stepping, core.environments.check\n"
-        "assert 'torch' not in sys.modules and 'gym' not in sys.modules\n"
-    )
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr

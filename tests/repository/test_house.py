@@ -98,17 +98,21 @@ def test_no_modules_import_each_other():
         visit(module, ())
 
 
-def test_environment_servers_need_neither_torch_nor_the_extension():
-    """Also what a server imports late: all of core.remote but the learner's modules."""
+def test_what_must_start_fast_needs_neither_torch_nor_the_extension():
+    """Servers of environments, and children of tests.
+
+    Of a server also what it imports late: all of core.remote but the learner's modules.
+    """
     names = {path.stem for path in (ROOT / "core" / "remote").glob("*.py")}
     names -= {"__init__", "greet", "pool"}
     modules = ["polybeast_env", *(f"core.remote.{name}" for name in sorted(names))]
+    modules += ["core.environments.check", "tools.runs", "tests.conftest"]
     command = (
         f"import sys, {', '.join(modules)}; "
-        "print([x for x in ('torch', 'libtorchbeast') if x in sys.modules])"
+        "print({'torch', 'libtorchbeast', 'gym'} & {*sys.modules} or 'none')"
     )
     done = run_python(command)
-    assert done.stdout == "[]\n", done.stderr
+    assert done.stdout == "none\n", done.stderr
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools.runs`: the log of a run that is in progress."""
 
-from tests.python import run_python
 from tools.runs import log_rows, num_rows
 
 
@@ -13,13 +12,3 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path):
     log.write_text("step,frames\n100,400\n200,80")
     assert log_rows(tmp_path) == [{"step": "100", "frames": "400"}]
     assert num_rows(tmp_path) == 1
-
-
-def test_a_log_is_read_without_torch():
-    """Servers of benchmarks.churn import what it does, and must start fast.
-
-    So must the children of tests, of which many import tests.conftest.
-    """
-    code = "import sys, tools.runs, tests.conftest; assert 'torch' not in sys.modules"
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
