@@ -4,6 +4,8 @@
 import contextlib
 import csv
 import fcntl
+import importlib
+import io
 import itertools
 import os
 import signal
@@ -74,7 +76,16 @@ def states(tmp_path: Path) -> list[str]:
 # ----------------------------------------------------------------------- sweep.toml
 
 
-def test_every_combination_is_a_run_and_its_seed_ends_the_name(toml):
+def help_of(program: str) -> str:
+    """Return `program --help` without another import of torch."""
+    main = importlib.import_module(program).main
+    with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit):
+        main(["--help"])
+    return said.getvalue()
+
+
+def test_every_combination_is_a_run_and_its_seed_ends_the_name(toml, monkeypatch):
+    monkeypatch.setattr(sweep, "help_of", help_of)
     runs = sweep.read_sweep(
         toml(
             """
