@@ -923,23 +923,6 @@ def test_a_run_that_is_in_progress_is_not_started_again(start, tmp_path):
 # --------------------------------------------------------------------------- test mode
 
 
-def test_test_mode_agrees_with_training(start, tmp_path):
-    """The flags of training are found in meta.json: only --xpid is repeated."""
-    flags = ["--env", "Catch", "--xpid", "x", "--seed", 1, "--serial"]
-    flags += ["--num_actors", 8, "--batch_size", 8, "--total_steps", 30_000]
-    program = start(*flags, "--learning_rate", 0.002, "--epsilon", 0.001)
-    assert program.wait() == 0, program.text()
-    trained = float(log_rows(tmp_path / "runs" / "x")[-1]["mean_episode_return"])
-    assert trained > 0.8
-    result = result_of_test(
-        start("--mode", "test", "--xpid", "x", "--num_episodes", 100, "--seed", 2)
-    )
-    assert result["episodes"] == 100
-    assert result["step"] >= 30_000
-    # Two means of 100 games each with this standard error, and a policy that moved.
-    assert abs(result["mean_return"] - trained) < 4 * max(result["stderr"], 0.03)
-
-
 @pytest.mark.parametrize(
     "module, flags",
     [
