@@ -77,8 +77,8 @@ def test_two_serial_learners_are_bitwise_the_same_from_run_to_run(start, tmp_pat
 def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_path):
     run_dir = tmp_path / "runs" / "x"
     earlier = 0
-    for victim in (1, 0):
-        programs = start_learners(start, *FLAGS, *MONOBEAST, "--total_steps", 10**7)
+    for victim, sizes in ((1, MONOBEAST), (0, FORKED)):
+        programs = start_learners(start, *FLAGS, *sizes, "--total_steps", 10**7)
         before = num_rows(run_dir)
         wait_until(lambda: num_rows(run_dir) > before + 3)  # noqa: B023
         os.kill(programs[victim].pid, signal.SIGTERM)
@@ -96,7 +96,7 @@ def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_pa
     # Two starts have ended, each in the middle of the games of 8 environments.
     assert found.step / 9 - 2 * 8 <= games <= found.step / 9
 
-    alone = start(*FLAGS, *MONOBEAST, "--total_steps", found.step + STEPS)
+    alone = start(*FLAGS, *FORKED, "--total_steps", found.step + STEPS)
     assert alone.wait() == 0, alone.text()
     steps = [int(row["step"]) for row in log_rows(run_dir)]
     assert steps == sorted({*steps})
@@ -363,15 +363,6 @@ def test_a_learner_that_is_killed_before_it_has_a_server_ends_the_other(
     assert programs[0].wait() == 70, programs[0].text()
     said = f"LearnerLost: learner 1 of 2 (process {programs[1].pid}) was killed"
     assert programs[0].text().splitlines()[-1] == f"learner 0: {said}"
-
-
-def test_a_signal_to_one_learner_ends_all_that_wait_for_servers(start, tmp_path):
-    pytest.importorskip("polybeast", reason="needs the extension")
-    flags = [*FLAGS, "--server_addresses", f"unix:{tmp_path}/s.0-1"]
-    programs = start_learners(start, *flags, module="polybeast")
-    programs[0].wait_for_text("Waiting for an environment server")
-    os.kill(programs[0].pid, signal.SIGTERM)
-    assert [p.wait() for p in programs] == [75, 75], [p.text() for p in programs]
 
 
 def test_wrong_flags_of_one_learner_are_told_to_those_of_other_machines(start):
