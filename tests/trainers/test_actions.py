@@ -41,6 +41,7 @@ def play_greedily(module, folder, capsys):
     assert len(list((folder / "x" / "video").glob("*.mp4"))) == 2
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["episodes"], result["env"]) == (2, ENV)
+    assert result["greedy"] is True
 
 
 def test_monobeast_acts_in_every_kind_of_space_with_the_same_bits(tmp_path, capsys):

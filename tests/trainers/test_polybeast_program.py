@@ -24,6 +24,7 @@ import pytest
 from core.environments.stepping import env_seed
 from core.environments.toys import Catch, Memory
 from tests.conftest import Program, ended, free_ports, wait_until
+from tests.wrong_env import make_nan
 from tools.runs import load, log_rows, num_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -427,18 +428,6 @@ def test_servers_come_and_go_with_a_file(train, serve, run_dir, tmp_path):
     assert int(log_rows(run_dir)[-1]["reconnects"]) == 0
 
 
-def test_streams_that_do_not_fill_a_batch_are_refused_with_both_numbers(
-    train, serve, run_dir
-):
-    address = serve(Catch, num_envs=8).address
-    program = train("--server_addresses", address, "--batch_size", 12)
-    assert program.wait() == 78, program.text()
-    last = program.text().splitlines()[-1]
-    assert "--batch_size is 12" in last and "--envs_per_stream (8)" in last
-    assert "Try --batch_size 16" in last and "Traceback" not in program.text()
-    assert not run_dir.exists()
-
-
 def test_servers_of_another_environment_are_refused_with_both_names(
     train, serve, run_dir
 ):
@@ -564,8 +553,11 @@ def test_an_environment_that_raises_does_not_end_the_run_nor_flood_its_log(
     assert re.search(r"most frequent warnings: \d+ x .*out of fuel", text)
 
 
-def test_an_exception_in_inference_ends_the_run_with_its_traceback(train, run_dir):
-    program = train(*LOCAL, "--env", "tests.wrong_env:make_nan")
+def test_an_exception_in_inference_ends_the_run_with_its_traceback(
+    train, serve, run_dir
+):
+    address = serve(make_nan, num_envs=K).address
+    program = train(*SIZES, "--server_addresses", address)
     assert program.wait() == 70, program.text()
     text = program.text()
     assert text.splitlines()[-1].startswith(
@@ -676,16 +668,9 @@ def test_sockets_are_where_pipes_basename_says(train, run_dir, folder):
     assert os.listdir(folder) == []
 
 
-def test_a_socket_that_cannot_be_made_is_one_line(train, folder):
-    basename = f"unix:{folder}/none/polybeast"
-    program = train(*LOCAL, "--env", "Catch", "--pipes_basename", basename)
-    assert program.wait() == 78, program.text()
-    assert f"there is no folder {folder}/none" in program.text().splitlines()[-1]
-    assert "Traceback" not in program.text()
-
-
-def test_the_profiler_trace_shows_inference_and_learning(train, run_dir):
-    flags = [*LOCAL, "--env", "Catch", "--write_profiler_trace"]
+def test_the_profiler_trace_shows_inference_and_learning(train, serve, run_dir):
+    address = serve(Catch, num_envs=K).address
+    flags = [*SIZES, "--server_addresses", address, "--write_profiler_trace"]
     program = train(*flags, "--total_steps", ENDLESS)
     program.wait_for_text("Wrote")
     stop(program)
@@ -724,19 +709,12 @@ def test_test_mode_plays_what_was_trained(train):
     flags = [*LOCAL, "--env", "Catch", "--seed", 1, "--total_steps", 20 * BATCH]
     program = train(*flags)
     assert program.wait() == 0, program.text()
-
-    def play(*flags: object) -> dict[str, Any]:
-        program = train("--mode", "test", "--num_episodes", 20, "--seed", 3, *flags)
-        assert program.wait() == 0, program.text()
-        assert "Serving" not in program.text()  # No servers are needed.
-        result = json.loads(program.text().splitlines()[-1])
-        with open(result["csv"], newline="") as file:
-            returns = [float(row["return"]) for row in csv.DictReader(file)]
-        assert len(returns) == 20 and set(returns) <= {-1.0, 1.0}
-        return result
-
-    sampled, greedy = play(), play("--greedy")
-    assert (sampled["env"], sampled["greedy"]) == ("Catch", False)
-    assert (greedy["env"], greedy["greedy"]) == ("Catch", True)
-    assert sampled["step"] == greedy["step"] == 20 * BATCH
-    assert sampled["episodes"] == 20
+    program = train("--mode", "test", "--num_episodes", 20, "--seed", 3)
+    assert program.wait() == 0, program.text()
+    assert "Serving" not in program.text()  # No servers are needed.
+    result = json.loads(program.text().splitlines()[-1])
+    with open(result["csv"], newline="") as file:
+        returns = [float(row["return"]) for row in csv.DictReader(file)]
+    assert len(returns) == 20 and set(returns) <= {-1.0, 1.0}
+    assert (result["env"], result["greedy"]) == ("Catch", False)
+    assert (result["step"], result["episodes"]) == (20 * BATCH, 20)

@@ -87,15 +87,27 @@ def test_a_serial_run_with_replay_is_exact_until_it_is_resumed(start, tmp_path):
 # ------------------------------------------------------------- servers and memory
 
 
-def test_servers_with_streams_of_another_size_are_refused_with_the_remedy():
-    flags = SimpleNamespace(batch_size=12, replay_ratio=0.5)
+@pytest.mark.parametrize(
+    "replay_ratio, num_envs, said, remedy",
+    [
+        (0, 8, "--batch_size is 12 but", "Try --batch_size 16, or"),
+        (  # 10 new rollouts.
+            *(0.5, 5, "rollouts in a batch is 8 (--batch_size 12, --repl"),
+            "Try --batch_size 15, or",
+        ),
+    ],
+)
+def test_servers_with_streams_of_another_size_are_refused_with_the_remedy(
+    replay_ratio, num_envs, said, remedy
+):
+    flags = SimpleNamespace(batch_size=12, replay_ratio=replay_ratio)
     catch = monobeast.read_env(make_flags("Catch"))[0]
     spaces = {"observation": catch.observation, "action": catch.action}
     with pytest.raises(ConfigError) as error:
-        complete_flags(flags, messages.Welcome(num_envs=5, **spaces))
-    assert "rollouts in a batch is 8 (--batch_size 12, --repl" in str(error.value)
-    assert "multiple of the servers' --envs_per_stream (5)" in str(error.value)
-    assert "Try --batch_size 15, or" in str(error.value)  # 10 new rollouts.
+        complete_flags(flags, messages.Welcome(num_envs=num_envs, **spaces))
+    for part in (said, f"multiple of the servers' --envs_per_stream ({num_envs})"):
+        assert part in str(error.value)
+    assert remedy in str(error.value)
 
 
 def test_a_replay_that_does_not_fit_into_shared_memory_is_refused():
