@@ -15,6 +15,8 @@ def test_a_killed_learner_costs_no_server_and_doubles_no_step(tmp_path, monkeypa
     out = tmp_path / "recovery.json"
     flags = ["--kills", "1", "--out", str(out)]
     monkeypatch.setattr("sys.argv", ["recovery", *flags])
+    often = (*recovery.LEARNER, "--checkpoint_interval_s", "0.5")
+    monkeypatch.setattr(recovery, "LEARNER", often)
     assert recovery.main() == 0  # It checks the log and the servers itself.
     (kill,) = json.loads(out.read_text())["kills"]
     assert kill["rank"] == 0 and kill["first_update_s"] > 0
