@@ -643,6 +643,10 @@ def test_a_run_writes_what_it_did(train, run_dir):
     assert written["flags"]["info_keys"] == ["half"]
     assert written["flags"]["num_actors"] == N * K
     assert written["flags"]["max_learner_queue_size"] == 12
+    # --precision auto is settled.
+    assert "--precision auto takes float32: " in text
+    assert written["flags"]["precision"] == "float32"
+    assert load(run_dir).state["flags"]["precision"] == "float32"
     assert isinstance(written["flags"]["seed"], int)
     assert len(written["first_env_seeds"]) == N * K
     assert [start["step"] for start in written["starts"]] == [0]

@@ -24,7 +24,7 @@ import monobeast
 import polybeast
 from core.algorithm.update import Learner
 from core.environments import toys
-from core.running import precision, run, signals, supervise, unit
+from core.running import run, signals, supervise, unit
 from tests import fault_env, wrong_env
 from tests.conftest import DEADLINE_S, Program, ended, fill, wait_until
 from tests.normalization_flags import obeyed
@@ -563,6 +563,14 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step-*"))
 
 
+def test_precision_auto_is_settled_at_the_start_and_recorded(_trained):
+    """What auto takes: tests/running/test_precision.py."""
+    assert "--precision auto takes float32: " in (_trained / "out.log").read_text()
+    meta = json.loads((_trained / "meta.json").read_text())
+    assert meta["flags"]["precision"] == "float32"
+    assert load(_trained).state["flags"]["precision"] == "float32"
+
+
 def spoil(path: Path) -> None:
     """Flip one bit in the middle of the weights."""
     data = bytearray(path.read_bytes())
@@ -656,7 +664,8 @@ def test_a_full_disk_is_survived_while_training_and_fatal_at_the_end(start, tmp_
 def test_a_run_ends_although_a_thread_of_the_environment_runs(tmp_path):
     """In the actors, and in the program, which has asked for its spaces."""
     command = [sys.executable, "-m", "monobeast", "--savedir", tmp_path, *ASYNC]
-    command += ["--env", "tests.counting_env:make_with_thread", "--total_steps", 300]
+    command += ["--env", "tests.counting_env:make_with_thread"]
+    command += ["--num_actors", 1, "--total_steps", 40]
     done = subprocess.run(
         [str(word) for word in command],
         cwd=REPOSITORY,
@@ -803,8 +812,8 @@ def test_hung_actors_show_their_stack_and_are_replaced(start, tmp_path):
     program = start(
         *ASYNC,
         *("--env", "tests.fault_env:make_hanging_in_c", "--xpid", "x"),
-        *("--env_step_timeout_s", 1),
-        *("--total_steps", 240),  # More than the first three actors live to make.
+        *("--env_step_timeout_s", 1, "--num_actors", 1),
+        *("--total_steps", 80),  # More than the first actor lives to make.
     )
     assert program.wait() == 0, program.text()
     text = program.text()
@@ -912,38 +921,6 @@ def test_a_run_that_is_in_progress_is_not_started_again(start, tmp_path):
 
 
 # --------------------------------------------------------------------------- test mode
-
-
-@pytest.mark.parametrize(
-    "module, flags",
-    [
-        ("monobeast", SERIAL),
-        ("polybeast", ["--num_servers", 1, "--envs_per_stream", 2, *SIZES[4:]]),
-    ],
-)
-def test_precision_auto_is_settled_at_the_start_and_recorded(
-    module, flags, start, tmp_path
-):
-    """What auto takes is tested in tests/running/test_precision.py."""
-    program = start(
-        *(
-            "--env",
-            "MinAtar/Breakout-v1",
-            "--xpid",
-            "x",
-            "--total_steps",
-            BATCH,
-            *flags,
-        ),
-        *("--use_lstm", "--log_interval_s", 0),
-        module=module,
-    )
-    assert program.wait() == 0, program.text()
-    taken = "float32" if precision.bfloat16_unit("cpu") is None else "bfloat16"
-    assert f"--precision auto takes {taken}: " in program.text()
-    meta = json.loads((tmp_path / "runs/x/meta.json").read_text())
-    assert meta["flags"]["precision"] == taken
-    assert load(tmp_path / "runs/x").state["flags"]["precision"] == taken
 
 
 def test_test_mode_plays_a_recurrent_policy(start_for_module, interrupted):
