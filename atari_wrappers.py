@@ -207,9 +207,8 @@ def wrap(
             f"the environment skips frames by itself ({skip}), and MaxAndSkip would "
             "skip again. Make it with frameskip=1, or use an id with NoFrameskip."
         )
-    if (noop_max > 0 or episodic_life) and (
-        first := game.get_action_meanings()[NOOP]
-    ) != "NOOP":
+    presses_noop = noop_max > 0 or episodic_life
+    if presses_noop and (first := game.get_action_meanings()[NOOP]) != "NOOP":
         raise MakeError(
             f"the game's first action is {first}, but its resets press a no-op. Let it "
             "have all actions: full_action_space=True (--full_action_space)."

@@ -60,6 +60,8 @@ def test_every_part_of_the_network_learns(torso):
     features.sum().backward()
     for name, parameter in torso.named_parameters():
         assert parameter.grad.abs().sum() > 0, name
+    for glyphs in torso.map_glyphs, torso.crop_glyphs:
+        assert not glyphs.weight[STONE].any() and not glyphs.weight.grad[STONE].any()
 
 
 @pytest.mark.parametrize("key", SPACE)
@@ -163,7 +165,7 @@ def test_the_patched_programs_create_a_task_by_its_name(fork, temporary, name):
     env.close()
 
 
-def test_what_the_network_ignores_is_stone(temporary):
+def test_what_the_network_embeds_as_zeros_is_stone(temporary):
     nethack = pytest.importorskip("nle.nethack")
     assert nethack.glyph_to_cmap(STONE) == 0  # S_stone, in NetHack's rm.h.
     env = make_env()
