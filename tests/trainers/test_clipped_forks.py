@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from core.actors import prepare
-from core.algorithm import update
+from core.algorithm import losses, update
 from core.nests import map_nest
 from core.running import checkpoint
 from core.running.resume import Snapshots
@@ -194,12 +194,14 @@ def test_a_resumed_run_keeps_the_learning_rate_that_target_kl_has_lowered(traine
     snapshots = Snapshots(learner.flags, learner)
     for _ in range(5):
         learner.update(map_nest(np.asarray, batch), ())
+    mean = learner.optimizers[0].param_groups[0]["kl"]
     state, tensors = snapshots.take()
     resumed, _ = make_learner(trainer, "--target_kl", "0")
     found = checkpoint.Checkpoint(Path(), 0, tensors, state)
     Snapshots(resumed.flags, resumed).restore(found)
     (group,) = resumed.optimizers[0].param_groups
     assert group["rate"] == pytest.approx(1 / 1.01**5)
+    assert group["kl"] == mean > 0
 
 
 @pytest.mark.parametrize("fork", ["appo"], indirect=True)
@@ -213,9 +215,24 @@ def test_the_distance_to_the_policies_that_acted_is_the_kl_divergence(trainer):
     log_pi = log_probs(logits[:-1], actions)
     log_mu = log_probs(batch["policy_logits"][1:], actions)
     kl = (log_pi - log_mu).exp() - 1 - (log_pi - log_mu)
-    assert float(net.kl) == pytest.approx(
-        0.05 * float(kl.clamp(max=1).mean()), rel=1e-4
-    )
+    total, size = net.kl.tolist()
+    assert total / size == pytest.approx(float(kl.clamp(max=1).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("fork", ["appo"], indirect=True)
+def test_the_mean_divergence_does_not_depend_on_the_groups_of_columns(
+    trainer, monkeypatch
+):
+    """An update counts once, however many groups it is computed in."""
+    means = []
+    for piece in (losses.PIECE_BYTES, 1):  # All columns, then one column at a time.
+        monkeypatch.setattr(losses, "PIECE_BYTES", piece)
+        learner, batch = make_learner(trainer, "--target_kl", "1000")
+        for _ in range(3):
+            learner.update(map_nest(np.asarray, batch), ())
+        means.append(learner.optimizers[0].param_groups[0]["kl"])
+    assert means[0] > 0
+    assert means[1] == pytest.approx(means[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("fork", ["impact"], indirect=True)
