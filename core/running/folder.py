@@ -204,7 +204,8 @@ def read_meta(run_dir: Path) -> dict[str, Any]:
             raise ValueError("it has no flags or no starts")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot read {path}, written at the start of every run: {error}"
+            f"cannot read {path}, written at the start of every run: {error}. If there "
+            "is no copy of it, delete it and resume with all flags that the run had."
         ) from error
     return meta
 
