@@ -7,7 +7,6 @@ import io
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -21,7 +20,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from core import columns
 from core.running import dashboard, logs
-from tests.conftest import DEADLINE_S, wait_until
+from tests.conftest import DEADLINE_S, free_ports, wait_until
 
 Image = pytest.importorskip("PIL.Image")
 ImageSequence = pytest.importorskip("PIL.ImageSequence")
@@ -87,9 +86,7 @@ def test_a_video_is_a_moving_picture_of_the_whole_game(length, shown, tmp_path):
 @contextlib.contextmanager
 def tensorboard(logdir: Path):
     """Serve the runs in a folder; yield the address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(1)
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--load_fast", "false"]
     url = f"http://127.0.0.1:{port}/"
