@@ -125,7 +125,7 @@ def load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
     ca = load_certificate(folder / "ca.pem")
     path = folder / "ca-key.pem"
     try:
-        key = serialization.load_pem_private_key(read(path), None)
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise CertsError(f"{path} is no private key, or encrypted: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or (
@@ -218,16 +218,9 @@ def pem_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def load_certificate(path: Path) -> x509.Certificate:
     try:
-        return x509.load_pem_x509_certificate(read(path))
+        return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
         raise CertsError(f"{path} is no certificate: {error}") from error
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CertsError(f"cannot read {path}: {error.strerror}") from error
 
 
 def now() -> datetime.datetime:
@@ -283,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     try:
         make_all(flags.out, flags.hosts, num_days=flags.days, renew=flags.renew)
-    except CertsError as error:
+    except (CertsError, OSError) as error:
         print(f"python -m tools.certs: {error}", file=sys.stderr)
         return 1
     print(instructions(flags.out, flags.hosts))

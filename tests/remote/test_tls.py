@@ -564,7 +564,7 @@ def test_a_ca_that_is_not_whole_is_named(tmp_path, capsys):
     make(tmp_path / "a")
     make(tmp_path / "b")
     shutil.copy(tmp_path / "a/ca/ca-key.pem", tmp_path / "b/ca/ca-key.pem")
-    for out, said in (("b", "is not the key of ca.pem"), ("a", "cannot read")):
+    for out, said in (("b", "is not the key of ca.pem"), ("a", "No such file")):
         assert certs.main(["--hosts", "new", "--out", str(tmp_path / out)]) == 1
         assert said in capsys.readouterr().err
         (tmp_path / "a/ca/ca-key.pem").unlink(missing_ok=True)
@@ -582,6 +582,13 @@ def test_a_ca_that_is_not_whole_is_named(tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert f"{path} is no private key, or encrypted: " in line
     assert not list(tmp_path.glob("*/new"))
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert certs.main(["--hosts", "new", "--out", str(tmp_path / "file")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"File exists: '{tmp_path / 'file'}'")
 
 
 def test_certificates_that_outlive_their_ca_are_refused(tmp_path, capsys, monkeypatch):
