@@ -204,18 +204,23 @@ def _close_sockets() -> None:
     """Close the servers' sockets, listening and connected, in a forked child."""
     own = {server.address for server in _serving}
     own |= {address + STREAMS_SUFFIX for address in own}
+    # With a time limit, `socket` would make the parent's sockets non-blocking, too.
+    limit_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         fd = int(name)
         # OSError: not a socket, or the descriptor of the folder that is listed here.
         with contextlib.suppress(OSError):
-            with socket.socket(fileno=os.dup(fd)) as duplicate:
-                place = duplicate.getsockname()
+            view = socket.socket(fileno=fd)
+            place = view.getsockname()
+            view.detach()  # `fd` stays open: it may be the environment's.
             if isinstance(place, tuple):  # Over TCP: host and port.
                 is_own = any(a.endswith(f":{place[1]}") for a in own)
             else:
                 is_own = f"unix:{place}" in own
             if is_own:
                 os.close(fd)
+    socket.setdefaulttimeout(limit_s)
 
 
 os.register_at_fork(after_in_child=_close_sockets)

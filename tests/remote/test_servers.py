@@ -1190,6 +1190,28 @@ def test_a_server_ends_with_all_that_its_environments_started(start, folder):
         wait_until(lambda: ended(children))
 
 
+def fork_beside_a_socket() -> int:
+    """Fork, as an environment with a time limit for sockets; return the child's status.
+
+    The child reads a pipe to its end. Prints whether sockets of this process block.
+    """
+    sockets = socket.socketpair()
+    socket.setdefaulttimeout(DEADLINE_S)
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        signal.alarm(int(DEADLINE_S))
+        os.close(writer)
+        os._exit(len(os.read(reader, 1)))
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    print(*(os.get_blocking(end.fileno()) for end in sockets))
+    return status
+
+
+def test_a_fork_changes_neither_pipes_nor_the_sockets_of_the_server(run_forked):
+    assert run_forked(fork_beside_a_socket) == (0, "True True\n")
+
+
 def test_a_server_that_achieves_something_is_restarted_for_ever(start, folder):
     program = start("--env", "tests.fault_env:make_crashing_late", num_servers=1)
     for _ in range(7):
