@@ -17,6 +17,7 @@ remaining processes.
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import logging
 import math
@@ -85,7 +86,7 @@ class Unit:
         if HAS_GUARD and self._is_direct:
             # multiprocessing's sentinel is a pipe, which forked children keep open.
             try:
-                self._pidfd = os.pidfd_open(self._process.pid)
+                self._pidfd = _open_pidfd(self._process.pid)
             except OSError:  # Too many open files.
                 # The caller forgets a unit that did not start; nobody else ends it.
                 self._process.kill()
@@ -394,6 +395,20 @@ def _descendants_of(pid: int) -> Iterator[int]:
     for child in _children_of(pid):
         yield from _descendants_of(child)
         yield child
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """Return a descriptor of a process; None if Linux is older than 5.3, or forbids it.
+
+    Python's own pidfd_open is missing in the Pythons of conda and uv.
+    """
+    pidfd_open = 434  # The number of the system call.
+    fd = ctypes.CDLL(None, use_errno=True).syscall(pidfd_open, pid, 0)
+    if fd >= 0:
+        return fd
+    if (error := ctypes.get_errno()) in (errno.ENOSYS, errno.EPERM):
+        return None
+    raise OSError(error, os.strerror(error))
 
 
 def _become_subreaper() -> None:

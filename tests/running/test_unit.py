@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from core.running import unit as unit_module
 from core.running.unit import Unit
 from tests.conftest import DEADLINE_S, ended, wait_until
 
@@ -100,10 +101,10 @@ def test_all_of_a_unit_ends_with_its_killed_program(program, frozen):
 
 
 def test_a_unit_that_cannot_be_watched_is_ended(monkeypatch):
-    def pidfd_open(pid):
+    def open_pidfd(pid):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr(unit_module, "_open_pidfd", open_pidfd)
     ours, theirs = multiprocessing.Pipe()
     unit = Unit(multiprocessing.get_context("fork"), signal.pause, (), name="unit")
     try:
@@ -115,6 +116,22 @@ def test_a_unit_that_cannot_be_watched_is_ended(monkeypatch):
     finally:
         unit.kill()
         unit.join()
+
+
+@pytest.mark.parametrize("lacking", ["Python", "Linux"])
+def test_a_unit_ends_where_there_is_no_pidfd(lacking, monkeypatch):
+    """The Pythons of conda and uv lack the function, and old kernels the call."""
+    if lacking == "Python":
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    else:
+        monkeypatch.setattr(unit_module, "_open_pidfd", lambda pid: None)
+    unit = Unit(multiprocessing.get_context("fork"), signal.pause, (), name="unit")
+    unit.start()
+    wait_until(lambda: unit.pid is not None)
+    unit.kill()
+    unit.join(DEADLINE_S)
+    assert unit.exitcode == -signal.SIGKILL
+    unit.close()
 
 
 def test_the_end_of_a_killed_unit_is_seen_without_a_free_descriptor(monkeypatch):
