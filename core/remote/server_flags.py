@@ -230,7 +230,9 @@ def add_server_flags(group: Any) -> None:
         type=number(0.1, 3600),
         default=10.0,
         help="interval of network pings in seconds. Learner and servers notice within "
-        "twice this time that the other machine is frozen or cut off from the network",
+        "twice this time that the other machine is frozen or cut off from the network. "
+        "A server answers no ping while C code of an environment holds the GIL: give "
+        "both sides more than the longest such call takes",
     )
 
 
