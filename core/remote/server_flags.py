@@ -132,9 +132,10 @@ def _check_address(address: str) -> None:
 
 def unquoted_address(text: str) -> str:
     """Return an address unless gRPC would read it otherwise. For argparse's `type=`."""
-    if text.startswith("unix:") and "%" in text:
+    if text.startswith("unix:") and (wrong := re.search("[%#?,]", text)):
         raise argparse.ArgumentTypeError(
-            f"expected a path without %, since gRPC decodes %41 to A, got {text!r}"
+            f"expected a path without {wrong[0]!r}, since gRPC reads paths as parts of "
+            f"URLs, got {text!r}. For a folder in TMPDIR, set TMPDIR to another one"
         )
     return text
 

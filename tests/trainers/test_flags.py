@@ -392,7 +392,11 @@ BAD_COMBINATIONS = table(
         ("--pipes_basename /tmp/a", ["--pipes_basename is /tmp/a", "unix:/path"]),
         (
             "--pipes_basename unix:/a%41",
-            ["--pipes_basename: expected a path without %"],
+            ["--pipes_basename: expected a path without '%'"],
+        ),
+        (
+            "--pipes_basename unix:/a,b",
+            ["--pipes_basename: expected a path without ','"],
         ),
         (
             "--pipes_basename 127.0.0.1:5",
