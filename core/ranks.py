@@ -97,16 +97,17 @@ def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
         if (value := getattr(flags, name, None)) is not None:
             setattr(flags, name, math.ceil(value / n))
     addresses = getattr(flags, "server_addresses", None)
+    listens = getattr(flags, "listen", None) is not None
     # Lists that change are divided where they are read: core.remote.server_lists.
     if addresses and not any(a.startswith(("dns:", "file:")) for a in addresses):
-        if len(addresses) < n:
+        if len(addresses) < n and not listens:
             parser.error(
                 f"--server_addresses has {len(addresses)} servers but there are {n} "
                 "learners (torchrun), and each needs a server of its own. Start more "
                 "servers, or fewer learners."
             )
         flags.server_addresses = addresses[rank() :: n]
-    if getattr(flags, "listen", None) is not None:  # Each learner has its own port.
+    if listens:  # Each learner has its own port.
         host, _, port = flags.listen.rpartition(":")
         if int(port) + n - 1 > 65535:
             parser.error(

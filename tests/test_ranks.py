@@ -75,6 +75,15 @@ def test_each_learner_has_servers_of_its_own(learner):
     assert len(set.union(*taken)) == 7
 
 
+def test_a_learner_at_which_machines_dial_in_needs_no_server_of_the_list(learner):
+    learner(1, 2)
+    flags = parse(
+        *(polybeast, "--batch_size", 6, "--listen", "localhost:4431"),
+        *("--server_addresses", "localhost:1"),
+    )
+    assert (flags.server_addresses, flags.listen) == ((), "localhost:4432")
+
+
 def test_a_list_that_may_change_is_divided_where_it_is_read(learner):
     learner(2, 3)
     flags = parse(
