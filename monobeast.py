@@ -73,7 +73,7 @@ from core.rollout import NET_INPUTS, Spaces, new_rollouts
 from core.running import common_flags, evaluation
 from core.running.compute import explain_out_of_memory, set_torch_threads
 from core.running.machine import keep_freed_memory
-from core.running.precision import settle_precision
+from core.running.precision import settle_precision, to_bfloat16
 from core.running.program import run_program
 from core.running.run import Run, run_folder
 from core.running.signals import StopSignal
@@ -420,7 +420,7 @@ def act(
     prepare.check_code(program=code, actor=own_code())
     net = create_net(flags, spaces)
     if getattr(net, "use_bfloat16", False):  # Your Net may lack it.
-        net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
+        to_bfloat16(net.torso)
     actor = Actor(
         flags,
         net,

@@ -92,7 +92,7 @@ from core.running.machine import (
     num_cores,
     raise_file_limit,
 )
-from core.running.precision import settle_precision
+from core.running.precision import settle_precision, to_bfloat16
 from core.running.program import run_program
 from core.running.run import Run, run_folder
 from core.running.signals import StopSignal
@@ -376,7 +376,7 @@ def copy_for_acting(flags: argparse.Namespace, net: Net) -> Net:
     """Return a copy of the network for one inference thread."""
     net = copy.deepcopy(net).to(flags.actor_device)
     if getattr(net, "use_bfloat16", False):  # Your Net may lack it.
-        net.torso.bfloat16()  # Otherwise every forward pass would cast the weights.
+        to_bfloat16(net.torso)
     return net
 
 

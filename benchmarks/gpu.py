@@ -39,6 +39,7 @@ from core.algorithm import counters, gpu, losses
 from core.algorithm.update import compute_gradient, compute_loss
 from core.nests import map_nest
 from core.running.machine import keep_freed_memory, num_cores
+from core.running.precision import to_bfloat16
 from core.running.supervise import start_thread
 from core.running.trace import Trace
 
@@ -156,7 +157,7 @@ def measure_inference(
     net = net.to(device)
     weights = polybeast.Weights(net, device)
     if net.use_bfloat16:
-        net.torso.bfloat16()
+        to_bfloat16(net.torso)
     figures = {}
 
     def batches() -> Any:

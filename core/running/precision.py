@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import torch
+from torch import nn
 
 from core import ranks
 from core.action_spaces import split_mask
@@ -83,6 +84,17 @@ def best_precision(
             return "float32", f"{device} has no bfloat16 instructions"
         names.append(f"{device} has {name}")
     return "bfloat16", f"--model {model} is faster with it, {' and '.join(names)}"
+
+
+def to_bfloat16(torso: nn.Module) -> None:
+    """Convert a torso's weights for acting, as autocast would in each forward pass.
+
+    All other numbers stay as the learner has them: autocast computes norms in float32,
+    and a buffer may hold numbers that bfloat16 would round.
+    """
+    for layer in torso.modules():
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            layer.bfloat16()
 
 
 def bfloat16_unit(device: str) -> str | None:

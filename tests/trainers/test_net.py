@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The networks on every kind of space; the LSTM that cuts where episodes end."""
 
+import copy
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from core.algorithm.torsos import TORSOS, MLPTorso, ShallowTorso, SmallTorso
 from core.errors import ConfigError
 from core.nests import leaves, map_nest
 from core.rollout import spec_of
+from core.running.precision import to_bfloat16
 from monobeast import LSTM_SIZE, Net
 
 T, B, A = 5, 3, 7
@@ -218,7 +221,7 @@ def test_bfloat16_is_near_float32_and_stays_in_the_torso(model, use_lstm):
     acting = make_net(space, model=model, use_lstm=use_lstm, bfloat16=True)
     for net in (fast, acting):
         net.load_state_dict(precise.state_dict())
-    acting.torso.bfloat16()  # As actors have it.
+    to_bfloat16(acting.torso)  # As actors have it.
     seen = []
     for layer in fast.torso.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
@@ -234,6 +237,27 @@ def test_bfloat16_is_near_float32_and_stays_in_the_torso(model, use_lstm):
     assert set(seen) == {torch.bfloat16}
     sum(x.sum() for x in fast(rows, state)[0].values()).backward()
     assert {p.grad.dtype for p in fast.parameters()} == {torch.float32}
+
+
+class NormedTorso(nn.Module):
+    """A torso of a fork: it begins with a norm, and has a buffer of large numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm([3, 10, 7])
+        self.layers = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(200, 2))
+        self.register_buffer("mean", torch.tensor(1001.0))
+
+    def forward(self, x):
+        return self.layers(self.norm(x.float()) + x - self.mean)
+
+
+def test_a_torso_of_your_own_acts_in_bfloat16_as_it_learns():
+    torso, x = NormedTorso(), 1000 + torch.rand(B, 3, 10, 7)
+    acting = copy.deepcopy(torso)
+    to_bfloat16(acting)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(acting(x), torso(x))
 
 
 @pytest.mark.parametrize("model", ["small", "shallow", "deep"])
