@@ -33,7 +33,8 @@ def unroll_lstm(
 
     Args:
       x: [T, B, features].  done: [T, B] bool.
-      state: two tensors [layers, B, hidden], for a GRU one.
+      state: two tensors [layers, B, hidden], for a GRU one. With the LSTM's option
+        `proj_size`, the first has that size.
 
     Returns:
       [T, B, hidden], and the state after the last row.
@@ -58,10 +59,10 @@ def unroll_lstm(
     packed = nn.utils.rnn.PackedSequence(
         x.transpose(0, 1).flatten(0, 1)[order], k.bincount().cpu()
     )
-    begins = state[0].new_zeros(state[0].shape[0], len(first), state[0].shape[2])
     opening = rank[piece[::T]]  # [B]: the packed place of each column's first piece
     closing = rank[piece[T - 1 :: T]]
-    starting = tuple(begins.index_copy(1, opening, s) for s in state)
+    zeros = (s.new_zeros(s.shape[0], len(first), s.shape[2]) for s in state)
+    starting = tuple(x.index_copy(1, opening, s) for x, s in zip(zeros, state))
     out, ending = _run(lstm, packed, starting)
     y = torch.empty_like(out.data).index_copy(0, order, out.data)  # [B*T, hidden]
     return y.view(B, T, -1).transpose(0, 1), tuple(s[:, closing] for s in ending)

@@ -545,22 +545,22 @@ DONES = {
 }
 
 
-def make_lstm(done):
+def make_lstm(done, proj_size=0):
     """Return an LSTM, inputs and a state, all in float64 and with gradients."""
     torch.manual_seed(0)
     T, B = done.shape
-    lstm = nn.LSTM(FEATURES, HIDDEN, LAYERS).double()
+    lstm = nn.LSTM(FEATURES, HIDDEN, LAYERS, proj_size=proj_size).double()
     x = torch.randn(T, B, FEATURES, dtype=torch.float64, requires_grad=True)
     state = tuple(
-        torch.randn(LAYERS, B, HIDDEN, dtype=torch.float64, requires_grad=True)
-        for _ in range(2)
+        torch.randn(LAYERS, B, size, dtype=torch.float64, requires_grad=True)
+        for size in (proj_size or HIDDEN, HIDDEN)
     )
     return lstm, x, state
 
 
 @pytest.mark.parametrize("done", DONES.values(), ids=DONES)
 def test_outputs_final_state_and_gradients_equal_the_slow_loop(done):
-    lstm, x, state = make_lstm(done)
+    lstm, x, state = make_lstm(done, proj_size=5)  # So the two states differ in size.
     leaves_of = [x, *state, *lstm.parameters()]
     results = []
     for unroll in (unroll_lstm, unroll_slowly):
