@@ -338,12 +338,12 @@ def find_not_finite(
 ) -> str | None:
     """Return the name of one of the model's tensors that has wrong numbers, or None.
 
-    A parameter must be finite. A buffer may hold infinities, as a mask of attention
-    does, but no NaN.
+    A parameter that is trained must be finite. A buffer or another parameter may hold
+    infinities, as a mask of attention does, but no NaN.
     """
-    parameters = {name for name, _ in model.named_parameters()}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, tensor in tensors.items():
-        is_wrong = tensor.isnan() if name not in parameters else ~tensor.isfinite()
+        is_wrong = tensor.isnan() if name not in trained else ~tensor.isfinite()
         if is_wrong.any():
             return name
     return None

@@ -102,14 +102,20 @@ def test_a_weight_that_is_not_finite_is_not_saved(savedir, bad):
     assert checkpoint.load_from(savedir / "broken") is None
 
 
-def test_a_buffer_may_hold_infinities_but_no_nan(savedir, monkeypatch):
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_what_no_gradient_changes_may_hold_infinities_but_no_nan(
+    savedir, is_parameter, monkeypatch
+):
     """Such as the mask of a transformer's attention."""
 
     class Net(monobeast.Net):
         def __init__(self, *spaces, **options):
             super().__init__(*spaces, **options)
             mask = torch.nn.Transformer.generate_square_subsequent_mask(3)
-            self.register_buffer("mask", mask)
+            if is_parameter:
+                self.mask = torch.nn.Parameter(mask, requires_grad=False)
+            else:
+                self.register_buffer("mask", mask)
 
     monkeypatch.setattr(monobeast, "Net", Net)
     first = make_run(savedir, xpid="masked")
