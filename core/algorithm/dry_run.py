@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -112,14 +113,16 @@ def _check_copies(net: nn.Module) -> None:
     """Copy and load each tensor of `net`, as checkpoints and actors do.
 
     Raises:
-      ConfigError: one is sparse, or its elements share their memory (`expand`); or
-        `net` cannot load its own state_dict, so that no run could resume.
+      ConfigError: one is sparse, or its elements share their memory (`expand`), or
+        safetensors does not have its dtype; or `net` cannot load its own state_dict, so
+        that no run could resume.
     """
     for name, x in net.state_dict().items():
         try:
             x.copy_(x.to("cpu", copy=True).contiguous())
-        except RuntimeError as error:
-            needed = "a tensor that can be copied (.to_dense(), .clone())"
+            safetensors.torch.save({name: torch.empty(0, dtype=x.dtype)})
+        except (RuntimeError, KeyError) as error:
+            needed = "a tensor to copy (.to_dense(), .clone()) and to save (.cfloat())"
             raise _error(f"{name!r} in its state_dict", needed, x) from error
     try:
         net.load_state_dict(net.state_dict())
