@@ -5,7 +5,7 @@ import contextlib
 import copy
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -21,7 +21,8 @@ from core.errors import ConfigError
 from core.nests import ArraySpec, Nest, leaves, map_nest
 from core.rollout import Spaces, leaf_spaces, row_spec
 
-WITH_GRADIENT = ("policy_logits", "baseline")  # Other outputs may have none.
+# Other outputs may have no gradient, and so may these if layers are frozen.
+WITH_GRADIENT = ("policy_logits", "baseline")
 # (T rows, B environments). Acting has one row, learning has several.
 SIZES = ((1, 1), (1, 3), (5, 1), (5, 3))
 
@@ -65,6 +66,7 @@ def dry_run(
     # of an LSTM on a GPU again.
     net = copy.deepcopy(net).to(device)
     _check_copies(net)
+    has_frozen = not all(p.requires_grad for p in net.parameters())
     for T, B in SIZES:
         state = _initial_state(net, B, device)
         rows = zero_rows(spaces, T, B)
@@ -89,7 +91,8 @@ def dry_run(
                 raise _error("forward", needed, f"only {', '.join(map(repr, got))}")
             where = f"forward's {name!r}, of {T} rows of {B} environments,"
             _check(where, str(ArraySpec((T, B, *spec.shape), spec.dtype)), got[name])
-            if name in WITH_GRADIENT and not got[name].requires_grad:
+            has_gradient = has_frozen or got[name].requires_grad
+            if name in WITH_GRADIENT and not has_gradient:
                 raise _error(where, "a gradient (no detach, no no_grad)", "none")
         for name, x in leaves(got) if stores_all else ():
             is_tensor = isinstance(x, torch.Tensor)
@@ -101,11 +104,16 @@ def dry_run(
         for i, (old, new) in enumerate(zip(state, after)):
             where = f"forward's core_state[{i}] must be as initial_state's:"
             _check(where, _describe(old), new)
-        with warnings.catch_warnings():
-            # On a GPU the first backward pass of a process says this. It is harmless.
-            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
-            used = [got[name] for name in outputs if got[name].requires_grad]
-            torch.stack([x.sum() for x in used]).sum().backward()
+        _backward([got[name] for name in outputs if got[name].requires_grad])
+
+
+def _backward(outputs: Sequence[torch.Tensor]) -> None:
+    if not outputs:  # All layers are frozen. `dry_run_loss` refuses this.
+        return
+    with warnings.catch_warnings():
+        # On a GPU the first backward pass of a process says this. It is harmless.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+        torch.stack([x.sum() for x in outputs]).sum().backward()
 
 
 @torch.no_grad()

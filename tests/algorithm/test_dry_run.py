@@ -328,6 +328,20 @@ def test_the_networks_of_both_trainers_are_accepted(space, use_lstm):
         dry_run(net, spaces, trainer.net_outputs(spaces))
 
 
+def test_a_network_may_have_frozen_layers():
+    """Such as all but the policy's last, to go on from another run's weights."""
+    flags = monobeast.parse_flags(["--env", "Catch"])
+    learner = monobeast.create_learner(flags, SPACES)
+    learner.net.torso.requires_grad_(False)
+    learner.net.baseline.requires_grad_(False)
+    dry_run(learner.net, SPACES, OUTPUTS)
+    dry_run_loss(learner, SPACES)
+    learner.net.requires_grad_(False)
+    dry_run(learner.net, SPACES, OUTPUTS)
+    with pytest.raises(ConfigError, match="total_loss .* without a gradient"):
+        dry_run_loss(learner, SPACES)
+
+
 def test_a_dry_run_leaves_the_network_as_it_was():
     class Counting(Tiny):
         def forward(self, rows, core_state=()):
