@@ -53,7 +53,7 @@ struct Outputs {
 
 namespace internal {
 
-// Exactly one argument is not null.
+// Exactly one argument is not null. Must not throw.
 using Done =
     std::function<void(const Outputs* outputs, std::exception_ptr error)>;
 
@@ -73,25 +73,9 @@ struct InFlight {
   std::atomic<int64_t> num_computing{0};  // Threads in compute().
 };
 
-// Calls `answer` for each request, even if some calls throw. Rethrows the first
-// exception at the end.
-template <typename Answer>
-void answer_all(const std::vector<Request>& requests, const Answer& answer) {
-  std::exception_ptr first;
-  for (const Request& request : requests) {
-    try {
-      answer(request);
-    } catch (...) {
-      if (!first) first = std::current_exception();
-    }
-  }
-  if (first) std::rethrow_exception(first);
-}
-
 inline void fail_all(const std::vector<Request>& requests,
                      const std::exception_ptr& error) {
-  answer_all(requests,
-             [&](const Request& request) { request.done(nullptr, error); });
+  for (const Request& request : requests) request.done(nullptr, error);
 }
 
 }  // namespace internal
@@ -152,9 +136,7 @@ class Batch {
 //   compute        waits for the answer or for close(), without a time limit.
 //   compute_async  does not wait. Calls `done` exactly once, with no lock held,
 //                  in the thread that sets the outputs, drops the batch, or
-//                  closes the batcher. If a `done` throws, the others are still
-//                  called; then set_outputs or close() rethrows the first
-//                  exception.
+//                  closes the batcher. `done` must not throw.
 //   get_batch      waits for a batch, as BatchingQueue::dequeue_many does.
 //                  Returns nullptr after close().
 //   close          wakes every waiter. Each compute without an answer throws
@@ -268,11 +250,11 @@ inline void Batch::set_outputs(Nest outputs) {
     entry_.reset();
   }
   Outputs part{outputs, 0, 0, options_.batch_dim};
-  internal::answer_all(answered.front(), [&](const internal::Request& request) {
-    part.begin += part.rows;
+  for (const internal::Request& request : answered.front()) {
     part.rows = request.rows;
     request.done(&part, nullptr);
-  });
+    part.begin += request.rows;
+  }
 }
 
 inline Batch::~Batch() {
@@ -282,14 +264,11 @@ inline Batch::~Batch() {
     if (in_flight_->closed || !entry_) return;
     dropped.splice(dropped.end(), in_flight_->batches, *entry_);
   }
-  try {
-    internal::fail_all(dropped.front(),
-                       std::make_exception_ptr(AsyncError(
-                           "A batch of " + std::to_string(rows_) +
-                           " rows was dropped without set_outputs: did the "
-                           "inference thread fail?")));
-  } catch (...) {  // A Done threw; a destructor must not.
-  }
+  internal::fail_all(dropped.front(),
+                     std::make_exception_ptr(AsyncError(
+                         "A batch of " + std::to_string(rows_) +
+                         " rows was dropped without set_outputs: did the "
+                         "inference thread fail?")));
 }
 
 inline DynamicBatcher::DynamicBatcher(const BatcherOptions& options,
@@ -305,11 +284,7 @@ inline DynamicBatcher::DynamicBatcher(const BatcherOptions& options,
               .maximum_queue_size = std::nullopt}) {}
 
 inline DynamicBatcher::~DynamicBatcher() {
-  if (is_closed()) return;
-  try {
-    close();
-  } catch (...) {  // A Done threw; a destructor must not.
-  }
+  if (!is_closed()) close();
 }
 
 inline void DynamicBatcher::compute_async(Nest inputs, Done done) {
@@ -380,21 +355,10 @@ inline void DynamicBatcher::close_with(RowQueue<Done>::Items queued) {
     in_flight_->closed = true;
     handed_out.swap(in_flight_->batches);
   }
-  std::vector<internal::Request> requests;
-  for (auto& batch : handed_out) {
-    for (auto& request : batch) requests.push_back(std::move(request));
-  }
-  for (auto& item : queued) {
-    requests.push_back({std::move(item.payload), item.rows});
-  }
-  std::exception_ptr first;
-  try {
-    internal::fail_all(requests, closed_error());
-  } catch (...) {
-    first = std::current_exception();
-  }
+  const auto error = closed_error();
+  for (const auto& requests : handed_out) internal::fail_all(requests, error);
+  for (const auto& item : queued) item.payload(nullptr, error);
   closed_.call();
-  if (first) std::rethrow_exception(first);
 }
 
 }  // namespace torchbeast

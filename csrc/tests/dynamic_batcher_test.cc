@@ -420,41 +420,6 @@ TEST(an_answer_that_finds_no_memory_fails_its_compute) {
 
 // Callbacks.
 
-TEST(a_throwing_done_does_not_prevent_the_others) {
-  DynamicBatcher batcher({.minimum_batch_size = 3});
-  const auto bad = [](const Outputs*, std::exception_ptr) {
-    throw std::runtime_error("bad done");
-  };
-  for (const std::string how : {"set_outputs", "drop", "close"}) {
-    Answer answers[2];
-    batcher.compute_async(row_nest({1}), answers[0].done());
-    batcher.compute_async(row_nest({2}), bad);
-    batcher.compute_async(row_nest({3}), answers[1].done());
-    auto batch = batcher.get_batch();
-    if (how == "set_outputs") {
-      CHECK_THROWS(std::runtime_error, "bad done",
-                   batch->set_outputs(model(batch->inputs())));
-      CHECK(answers[0].values == expected({1}));
-      CHECK(answers[1].values == expected({3}));
-      CHECK_THROWS(std::runtime_error, "called twice",
-                   batch->set_outputs(model(batch->inputs())));
-    } else if (how == "drop") {
-      batch.reset();
-      for (auto& answer : answers) {
-        CHECK_THROWS(AsyncError, "dropped", answer.rethrow());
-      }
-    } else {
-      bool heard = false;
-      batcher.on_close([&] { heard = true; });
-      CHECK_THROWS(std::runtime_error, "bad done", batcher.close());
-      CHECK(heard);
-      for (auto& answer : answers) {
-        CHECK_THROWS(QueueClosed, "closed", answer.rethrow());
-      }
-    }
-  }
-}
-
 TEST(a_done_may_ask_again) {
   // No lock is held in a Done: each one calls compute_async again.
   DynamicBatcher batcher({});
