@@ -48,8 +48,8 @@ namespace torchbeast {
 // dtypes or other axes. Without `check_inputs`, dequeue_many throws for such a
 // batch and drops it.
 //
-// Rows enqueued == size() + dequeued() + dropped(), at any moment. The
-// destructor closes the queue and waits until all waiters have left.
+// Rows enqueued == size() + dequeued() + dropped(), at any moment. Callers that
+// wait must share the ownership of the queue.
 class BatchingQueue {
  public:
   // Throws std::invalid_argument for bad options, such as a

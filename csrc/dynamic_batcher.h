@@ -146,8 +146,8 @@ class Batch {
 // the same inputs as BatchingQueue::enqueue with `check_inputs`, and
 // QueueClosed after close(). In both cases `done` is not called.
 //
-// Batches may be answered in any order, and may outlive the batcher. The
-// destructor closes the batcher and waits until all waiters have left.
+// Batches may be answered in any order, and may outlive the batcher. Callers
+// that wait must share its ownership.
 class DynamicBatcher {
  public:
   using Done = internal::Done;
@@ -156,7 +156,6 @@ class DynamicBatcher {
   explicit DynamicBatcher(
       const BatcherOptions& options,
       std::shared_ptr<BufferPool> buffers = BufferPool::create());
-  ~DynamicBatcher();
 
   Nest compute(Nest inputs);  // The answer is a copy in memory of `buffers`.
   void compute_async(Nest inputs, Done done);
@@ -283,10 +282,6 @@ inline DynamicBatcher::DynamicBatcher(const BatcherOptions& options,
               .check_inputs = true,
               .maximum_queue_size = std::nullopt}) {}
 
-inline DynamicBatcher::~DynamicBatcher() {
-  if (!is_closed()) close();
-}
-
 inline void DynamicBatcher::compute_async(Nest inputs, Done done) {
   queue_.push(std::move(inputs), std::move(done), /*wait=*/false);
 }
@@ -305,14 +300,12 @@ inline Nest DynamicBatcher::compute(Nest inputs) {
                   }
                 });
   struct Leave {
-    std::shared_ptr<internal::InFlight> in_flight;
-    ~Leave() { --in_flight->num_computing; }
+    std::atomic<int64_t>& num_computing;
+    ~Leave() { --num_computing; }
   };
   ++in_flight_->num_computing;
-  {
-    const Leave leave{in_flight_};  // The batcher may be destroyed meanwhile.
-    wait_interruptibly(future);
-  }
+  const Leave leave{in_flight_->num_computing};
+  wait_interruptibly(future);
   return future.get();
 }
 

@@ -41,8 +41,7 @@ struct QueueOptions {
 //   close  wakes every waiter and returns the queued items. A second call
 //          throws std::runtime_error. With `why`, closes the queue if it is
 //          open; from then on size() throws `why`, and close() does nothing.
-// The destructor closes the queue and waits until all waiters have left. No
-// item is destroyed with the lock held: its memory may belong to Python
+// No item is destroyed with the lock held: its memory may belong to Python
 // objects, and to release these needs the GIL.
 template <typename Payload>
 class RowQueue {
@@ -62,7 +61,6 @@ class RowQueue {
   };
 
   explicit RowQueue(const QueueOptions& options);
-  ~RowQueue();
   RowQueue(const RowQueue&) = delete;
   RowQueue& operator=(const RowQueue&) = delete;
 
@@ -126,11 +124,7 @@ class RowQueue {
                    std::optional<Clock::time_point> deadline = std::nullopt) {
     struct Leave {
       RowQueue* queue;
-      ~Leave() {
-        if (--queue->num_waiting_ == 0 && queue->closed_) {
-          queue->left_.notify_all();
-        }
-      }
+      ~Leave() { --queue->num_waiting_; }
     };
     ++num_waiting_;
     const Leave leave{this};  // Also runs if the wait throws.
@@ -143,7 +137,6 @@ class RowQueue {
   std::condition_variable
       filled_;                    // take() waits: enough rows, or a first item.
   std::condition_variable room_;  // push() waits for room.
-  std::condition_variable left_;  // The destructor waits for waiters to leave.
   Items items_;                   // Guarded by mu_.
   int64_t rows_ = 0;              // Guarded by mu_. The sum over items_.
   int64_t num_waiting_ = 0;       // Guarded by mu_. Threads in wait_locked.
@@ -188,19 +181,6 @@ RowQueue<Payload>::RowQueue(const QueueOptions& options)
       // At most a year, so that adding it to a time does not overflow.
       timeout_(std::min<int64_t>(options.timeout_ms.value_or(0),
                                  int64_t{365} * 24 * 3600 * 1000)) {}
-
-template <typename Payload>
-RowQueue<Payload>::~RowQueue() {
-  Items dropped;
-  std::unique_lock lock(mu_);
-  if (!closed_) {
-    closed_ = true;
-    dropped.swap(items_);
-    filled_.notify_all();
-    room_.notify_all();
-  }
-  left_.wait(lock, [this] { return num_waiting_ == 0; });
-}
 
 template <typename Payload>
 void RowQueue<Payload>::push(Nest nest, Payload payload, bool wait) {

@@ -354,33 +354,6 @@ TEST(items_are_destroyed_without_the_lock) {
   CHECK_EQ(freed, 4);
 }
 
-TEST(destruction_lets_waiters_leave) {
-  for (int round = 0; round < 20; ++round) {
-    auto queue = std::make_unique<BatchingQueue>(
-        QueueOptions{.maximum_batch_size = 1, .maximum_queue_size = 1});
-    auto& inside = *queue;
-    std::vector<std::future<bool>> consumers;
-    for (int i = 0; i < 3; ++i) {
-      consumers.push_back(
-          background([&] { return inside.dequeue_many().has_value(); }));
-    }
-    wait_until([&] { return inside.num_waiting() == 3; });
-    queue.reset();
-    for (auto& consumer : consumers) CHECK(!consumer.get());
-  }
-}
-
-TEST(destruction_lets_waiting_producers_leave) {
-  auto queue = std::make_unique<BatchingQueue>(
-      QueueOptions{.maximum_batch_size = 1, .maximum_queue_size = 1});
-  auto& inside = *queue;
-  inside.enqueue(row_nest({1}));
-  auto producer = background([&] { inside.enqueue(row_nest({2})); });
-  wait_until([&] { return inside.num_waiting() == 1; });
-  queue.reset();
-  CHECK_THROWS(QueueClosed, "closed", producer.get());
-}
-
 // Identity: (producer, sequence) of every item arrives once and in order.
 
 namespace {
