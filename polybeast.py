@@ -159,8 +159,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--max_learner_queue_size",
         type=int_at_least(1),
         metavar="N",
-        help="rollouts that may wait for the learner; environments wait when the queue "
-        "is full. Default: --batch_size, without the replayed ones",
+        help="rollouts that may wait for the learner, besides one of each environment; "
+        "then environments wait. Default: --batch_size, without the replayed ones",
     )
     learner.add_argument(
         "--write_profiler_trace",
