@@ -20,6 +20,7 @@ always allow 30 s.)
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -35,9 +36,15 @@ from core.errors import ConfigError, Exit
 SAVE_S = 110  # The files in slurm/ and kubernetes/ allow 120 s.
 
 
+# Held while the folder of the statuses is made or, at the end, deleted.
+making_folder = threading.Lock()
+
+
 def main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[ranks.STATUS_DIR] = folder
+    with contextlib.ExitStack() as stack:
+        with making_folder:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            os.environ[ranks.STATUS_DIR] = folder
         return run_learners(Path(folder))
 
 
@@ -130,6 +137,7 @@ def stop_without_learners() -> None:
     def wait_for_signal() -> None:
         while signal.getsignal(os.read(signals, 1)[0]) is not handle:
             pass
+        making_folder.acquire()  # And never released: main makes no folder any more.
         shutil.rmtree(os.environ.get(ranks.STATUS_DIR, ""), ignore_errors=True)
         os._exit(Exit.STOPPED)
 

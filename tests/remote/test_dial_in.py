@@ -980,6 +980,8 @@ def test_both_processes_are_replaced_and_the_machine_keeps_its_addresses(
         wait_until(lambda: len(dialed_in.addresses()) == 2)
         addresses = dialed_in.addresses()
         assert re.fullmatch(r"unix:/.*/torchbeast-\w+/dialed-.*\.0", addresses[0])
+        # The acceptor logs this line after it has told the addresses.
+        wait_until(lambda: "has joined" in caplog.text)
         if harm == "kill":
             acceptor_of(dialed_in).kill()
         elif harm == "delete folder":
