@@ -130,7 +130,10 @@ def _check_copies(net: nn.Module) -> None:
             x.copy_(x.to("cpu", copy=True).contiguous())
             safetensors.torch.save({name: torch.empty(0, dtype=x.dtype)})
         except (RuntimeError, KeyError) as error:
-            needed = "one to copy (.to_dense(), .clone()) and save (not complex128)"
+            needed = (
+                "a tensor that can be copied (.to_dense(), .clone()) and saved (not "
+                "complex128)"
+            )
             raise _error(f"{name!r} in its state_dict", needed, x) from error
     try:
         net.load_state_dict(net.state_dict())

@@ -129,18 +129,18 @@ WRONG = {
     ),
     "sparse buffer": (
         with_buffer(torch.eye(3).to_sparse()),
-        "'graph' in its state_dict expected one to copy (.to_dense(), .clone()) "
-        "and save (not complex128), got float32[3,3]",
+        "'graph' in its state_dict expected a tensor that can be copied (.to_dense(), "
+        ".clone()) and saved (not complex128), got float32[3,3]",
     ),
     "double complex buffer": (  # safetensors has no such dtype.
         with_buffer(torch.zeros(5, dtype=torch.complex128)),
-        "'graph' in its state_dict expected one to copy (.to_dense(), .clone()) "
-        "and save (not complex128), got complex128[5]",
+        "'graph' in its state_dict expected a tensor that can be copied (.to_dense(), "
+        ".clone()) and saved (not complex128), got complex128[5]",
     ),
     "expanded buffer": (
         with_buffer(torch.zeros(1).expand(5)),
-        "'graph' in its state_dict expected one to copy (.to_dense(), .clone()) "
-        "and save (not complex128), got float32[5]",
+        "'graph' in its state_dict expected a tensor that can be copied (.to_dense(), "
+        ".clone()) and saved (not complex128), got float32[5]",
     ),
     "other shape": (
         one("policy_logits", lambda x: x[..., 1:]),

@@ -134,6 +134,11 @@ def test_a_unit_ends_where_there_is_no_pidfd(lacking, monkeypatch):
     unit.close()
 
 
+def test_an_error_of_the_kernel_is_raised():
+    with pytest.raises(ProcessLookupError):
+        unit_module._open_pidfd(2**22 + 1)  # Above the largest number of a process.
+
+
 def test_the_end_of_a_killed_unit_is_seen_without_a_free_descriptor(monkeypatch):
     def listdir(path):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
