@@ -81,13 +81,8 @@ class Learners:
     `Learner.turn`. The main thread may call `check_stop` at any time.
     """
 
-    def __init__(self, store: Any, *, limit_s: float):
-        """Connect to the other learners.
-
-        Args:
-          store: torch's key-value store of this start, which all learners share.
-          limit_s: how long an update waits for other learners; may be infinite.
-        """
+    def __init__(self, *, limit_s: float):
+        """Set how long an update waits for other learners; may be infinite."""
         self.rank, self.size = ranks.rank(), ranks.size()
         self.reports: list[Any] = []  # In learner 0: the newest of the other learners.
         self.columns: dict[str, Any] = {}  # Log columns for this learner's reports.
@@ -98,23 +93,51 @@ class Learners:
         self.is_over = False  # True after the last update of all learners.
         self._stop_by = math.inf  # When to stop without an agreement (monotonic).
         self._asked_at = self._said_at = 0.0
-        self._store = store
+        self._store: Any = None  # torch's key-value store, which all learners share.
         self._limit_s = limit_s
         self._last_report = 0.0
+        self._on_gpu = False
+
+    def connect(self) -> None:
+        """Connect to the other learners.
+
+        Raises:
+          ConfigError: this learner cannot connect to any other one.
+          LearnerLost: another learner has ended, or has not come.
+        """
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise ConfigError(
+                    f"WORLD_SIZE is {self.size}, but {name} is not set. Start several "
+                    "learners with torchrun; for one learner unset WORLD_SIZE."
+                )
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        check_host("--master_addr (MASTER_ADDR)", host)
+        try:
+            store = self._store = _open_store(START_S)
+            store.set(f"process/{self.rank}", f"{os.getpid()} {proc.place()}")
+            self._wait_for_all()
+            self._open_group()
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"learner {self.rank} of {self.size} cannot connect to the other "
+                f"learners at {host}:{port}: {one_line(str(error))}. If another job "
+                "uses this port, give torchrun another --master_port, or --standalone."
+            ) from error
+
+    def _open_group(self) -> None:
         gpu = 0
         if num_gpus := torch.cuda.device_count():
             gpu = ranks.local_rank() % num_gpus
             torch.cuda.set_device(gpu)  # From now on "cuda" means this GPU.
-        store.set(f"process/{self.rank}", f"{os.getpid()} {proc.place()}")
-        self._wait_for_all()
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
         with self._waiting(at_start=True):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
-                store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
+                store=dist.PrefixStore("group", self._store),  # type: ignore[attr-defined]
                 rank=self.rank,
                 world_size=self.size,
-                timeout=datetime.timedelta(seconds=min(limit_s, YEAR_S)),
+                timeout=datetime.timedelta(seconds=min(self._limit_s, YEAR_S)),
             )
         # Learners that share a GPU sum on the CPU: NCCL needs one GPU for each.
         gpus = {*self.collect((socket.gethostname(), gpu))}
@@ -258,16 +281,10 @@ class Learners:
                 missing = [r for r in every if self._read(f"process/{r}") is None]
                 names = " and ".join(f"learner {r}" for r in missing)
                 if is_over and missing:
-                    text = (
+                    raise LearnerLost(
                         f"{names} of {self.size} did not connect within {limit_s:g} s. "
                         "Look whether each runs, and whether its output has an error."
                     )
-                    # For learners that come later.
-                    self._tell(f"end/{self.rank}", f"{int(Exit.INTERNAL)} {text}")
-                    self._tell("ended", str(self.rank))
-                    if self.rank == 0 and not _has_torchrun():
-                        time.sleep(END_S)  # The store ends with this process.
-                    raise LearnerLost(text)
                 log.warning("Waiting for %s to connect", names)
             time.sleep(0.1)
         self._raise_if_one_has_ended()
@@ -424,14 +441,15 @@ class Learners:
         if not self.is_over:  # Other learners may wait for an update of this one.
             self._tell("ended", str(self.rank))
             self._continue_stopped()
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         is_early = status not in (Exit.DONE, Exit.STOPPED)
         # Without torchrun, learner 0 keeps the store: the others must read it first.
         if not is_early or self.rank == 0:
             others = [r for r in range(self.size) if r != self.rank]
             if not self.is_over:  # There was no agreement to stop: some may be away.
                 is_early |= self.rank == 0  # It has saved.
-                others = others[:1]  # Learner 0, if this is another one.
+                others = others if self.rank == 0 else [0]
             deadline = time.monotonic() + (END_S if is_early else LAST_SAVE_S)
             while time.monotonic() < deadline:
                 if all(self._end_of(r) for r in others) or self._store is None:
@@ -477,13 +495,17 @@ def train_together(
     global _current
     if ranks.size() == 1:
         return train(flags)
-    _current = learners = _connect(flags)
+    limit_s = flags.stall_timeout_s if flags.on_stall == "stop" else math.inf
+    _current = learners = Learners(limit_s=limit_s)
     try:
+        learners.connect()
         agreement.check_flags(flags, learners.collect)
         status = train(flags)
     except BaseException as error:
-        ends = error.status if isinstance(error, LearnerLost) else Exit.INTERNAL
-        learners.end(ends, f"{type(error).__name__}: {error}")
+        ends, text = Exit.INTERNAL, f"{type(error).__name__}: {error}"
+        if isinstance(error, LearnerLost):
+            ends, text = error.status, str(error)
+        learners.end(ends, text)
         raise
     else:
         ranks.record_status(status)  # Now: `end` may wait for the other learners.
@@ -524,26 +546,6 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
 def _has_torchrun() -> bool:
     """Return whether torchrun keeps the store; otherwise learner 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _connect(flags: argparse.Namespace) -> Learners:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise ConfigError(
-                f"WORLD_SIZE is {ranks.size()}, but {name} is not set. Start several "
-                "learners with torchrun; for one learner unset WORLD_SIZE."
-            )
-    check_host("--master_addr (MASTER_ADDR)", os.environ["MASTER_ADDR"])
-    limit_s = flags.stall_timeout_s if flags.on_stall == "stop" else math.inf
-    try:
-        return Learners(_open_store(START_S), limit_s=limit_s)
-    except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ConfigError(
-            f"learner {ranks.rank()} of {ranks.size()} cannot connect to the other "
-            f"learners at {where}: {one_line(str(error))}. If another job uses this "
-            "port, give torchrun another --master_port, or --standalone."
-        ) from error
 
 
 def _open_store(limit_s: float) -> Any:

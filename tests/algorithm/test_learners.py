@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several learners do the updates that one learner does with the whole batch."""
 
-import concurrent.futures
+import datetime
 import json
 import os
 import re
@@ -309,11 +309,8 @@ def hang(flags, rank, size, folder):
 @pytest.mark.parametrize("victim", range(2))
 def test_a_learner_that_is_frozen_is_named_after_a_limit(together, envs_of, victim):
     errors = together(hang, envs_of(2, victim))
-    reason = (
-        f"LearnerLost: learner {victim} of 2 did not answer within 1 s "
-        "(--stall_timeout_s)"
-    )
-    assert errors[1 - victim].startswith(reason)
+    reason = f"learner {victim} of 2 did not answer within 1 s (--stall_timeout_s)"
+    assert errors[1 - victim].startswith(f"LearnerLost: {reason}")
     # The other learner has continued it.
     assert errors[victim].startswith(
         f"LearnerLost: learner {1 - victim} of 2 has ended: {reason}"
@@ -322,10 +319,10 @@ def test_a_learner_that_is_frozen_is_named_after_a_limit(together, envs_of, vict
 
 IN_CONTAINERS = """
 import sys
-from types import SimpleNamespace
 from core.algorithm import learners
 from tests.trainers.several import shorten_limit
-found = learners._connect(SimpleNamespace(stall_timeout_s=60.0, on_stall="stop"))
+found = learners.Learners(limit_s=60.0)
+found.connect()
 if found.rank == 1:
     sys.stdin.read()  # It hangs.
 shorten_limit(found, 1.0)
@@ -451,9 +448,12 @@ def test_a_port_in_use_is_one_clear_line(together):
 def test_an_error_of_this_machine_s_network_is_not_blamed_on_another_learner(together):
     envs = [env | {"GLOO_SOCKET_IFNAME": "nowhere"} for env in environments(2)]
     errors = together(differ, envs=envs)
-    for rank in range(2):
-        assert errors[rank].startswith(f"ConfigError: learner {rank} of 2 cannot")
-        assert "nowhere" in errors[rank]
+    own = [f"ConfigError: learner {rank} of 2 cannot connect" for rank in range(2)]
+    for rank, text in errors.items():  # Whoever is late reads what the other one said.
+        told = f"LearnerLost: learner {1 - rank} of 2 has ended: {own[1 - rank]}"
+        assert text.startswith((own[rank], told))
+        assert "nowhere" in text
+    assert len(errors) == 2
 
 
 def test_a_port_of_a_program_that_never_answers_is_one_clear_line(monkeypatch):
@@ -515,38 +515,45 @@ def test_a_learner_that_is_frozen_while_the_learners_connect_is_named(monkeypatc
         learners.train_together(None, parse("--stall_timeout_s", "1"))
 
 
-def test_without_torchrun_learner_0_names_who_does_not_come(monkeypatch):
-    """It keeps the store until a learner that waits there has read the name."""
-    env = environments(3)[0]
-    for name, value in env.items():
+@pytest.mark.parametrize("size", [2, 3])
+def test_without_torchrun_learner_0_keeps_the_store_for_its_last_words(
+    monkeypatch, size
+):
+    """Of 2 learners its own network fails it, of 3 the last one does not come."""
+    env = environments(size)[0]
+    for name, value in (env | {"GLOO_SOCKET_IFNAME": "nowhere"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(learners, "START_S", 0.1)
-    opened, closing = threading.Event(), threading.Event()
+    monkeypatch.setattr(learners, "END_S", DEADLINE_S)
+    connected, sleep = threading.Event(), learners.time.sleep
 
     def be_learner_1():
         port = int(env["MASTER_PORT"])
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         store = PrefixStore("start/0", store)
         store.set("process/1", f"{os.getpid()} {proc.place()}")
-        opened.set()
-        assert closing.wait(DEADLINE_S)
-        return store.get("end/0").decode()
+        connected.set()
+        store.wait(["end/0"], datetime.timedelta(seconds=DEADLINE_S))
+        words = store.get("end/0").decode()
+        for rank in range(1, size):
+            store.set(f"end/{rank}", str(int(Exit.INTERNAL)))
+        return words
 
+    def sleep_once_learner_1_has_connected(seconds):
+        assert connected.wait(DEADLINE_S)
+        sleep(seconds)
+
+    monkeypatch.setattr(learners.time, "sleep", sleep_once_learner_1_has_connected)
     learner_1 = start_thread("learner-1", be_learner_1)
-
-    def sleep(seconds):
-        assert opened.wait(DEADLINE_S)
-        if seconds == learners.END_S:  # Otherwise the store would end now.
-            closing.set()
-            concurrent.futures.wait([learner_1], DEADLINE_S)
-
-    monkeypatch.setattr(learners.time, "sleep", sleep)
-    with pytest.raises(LearnerLost) as error:
+    with pytest.raises((LearnerLost, ConfigError)) as error:
         flags = parse("--stall_timeout_s", "1")
         learners.train_together(lambda flags: Exit.DONE, flags)
-    text = "learner 2 of 3 did not connect within "
-    assert str(error.value).startswith(text)
-    assert learner_1.result().startswith(f"{int(Exit.INTERNAL)} {text}")
+    texts = {
+        2: "ConfigError: learner 0 of 2 cannot connect to the other learners at ",
+        3: "learner 2 of 3 did not connect within 1 s",
+    }
+    assert str(error.value).startswith(texts[size].removeprefix("ConfigError: "))
+    assert learner_1.result().startswith(f"{int(Exit.INTERNAL)} {texts[size]}")
 
 
 def test_a_learner_with_wrong_flags_ends_after_those_of_other_machines(monkeypatch):

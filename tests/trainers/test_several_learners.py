@@ -170,12 +170,12 @@ def test_a_learner_whose_servers_are_away_ends_the_run(start, servers, tmp_path)
     servers[1].stop()
     assert [p.wait() for p in programs] == [70, 70], [p.text() for p in programs]
     reason = (
-        "LearnerLost: learner 1 of 2 did not answer within 1 s (--stall_timeout_s): "
+        "learner 1 of 2 did not answer within 1 s (--stall_timeout_s): "
         "its environments or servers do not answer, or its process is stopped"
     )
     ends = [program.text().splitlines()[-1] for program in programs]
     assert ends == [
-        f"learner 0: {reason}",
+        f"learner 0: LearnerLost: {reason}",
         f"learner 1: LearnerLost: learner 0 of 2 has ended: {reason}",
     ]
     assert newest(tmp_path).step >= int(log_rows(run_dir)[-1]["step"])
@@ -196,10 +196,10 @@ def test_a_stopped_learner_0_ends_the_run_under_its_launcher(servers, tmp_path):
         wait_until(lambda: not launcher.family())
     said = launcher.text().splitlines()
     reason = (
-        "LearnerLost: learner 0 of 2 did not answer within 1 s (--stall_timeout_s): "
+        "learner 0 of 2 did not answer within 1 s (--stall_timeout_s): "
         "its environments or servers do not answer, or its process is stopped"
     )
-    assert f"learner 1: {reason}" in said
+    assert f"learner 1: LearnerLost: {reason}" in said
     assert f"learner 0: LearnerLost: learner 1 of 2 has ended: {reason}" in said
     # Learner 0 wrote a last checkpoint, although it was the one that was stopped.
     assert newest(tmp_path).step >= int(log_rows(launcher.run_dir)[-1]["step"]) > 0
