@@ -165,7 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
     learner.add_argument(
         "--write_profiler_trace",
         action="store_true",
-        help="write a chrome trace of some updates to the run's folder",
+        help="write a chrome trace of some updates to the run's folder (torch >= 2.7)",
     )
     common_flags.add_loss_flags(parser)
     common_flags.add_optimizer_flags(parser)

@@ -7,6 +7,7 @@ run ends.
 {"describe": address} asks that server what it serves.
 """
 
+import concurrent.futures
 import contextlib
 import json
 import re
@@ -80,7 +81,7 @@ def play(addresses: list[str], evil: str, said: str, times: int) -> dict[str, An
     before = honest_steps()
     wait_until(lambda: running.done() or honest_steps() >= before + MORE_STEPS)
     error = ""
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(concurrent.futures.TimeoutError):
         error = str(running.exception(0) or "")
     pool.stop()
     queue.close()

@@ -12,6 +12,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 
 from core.algorithm.gpu import recording
+from core.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ class Trace:
 
     Args:
       path: the file to write, or None to trace nothing.
+
+    Raises:
+      UsageError: this version of torch can trace only one thread.
     """
 
     def __init__(self, path: Path | None):
@@ -41,9 +45,14 @@ class Trace:
         # None if nothing is to be traced, or after the trace.
         self._profiler: torch.profiler.profile | None = None
         if path is not None:
-            self._profiler = torch.profiler.profile(
-                experimental_config=_ExperimentalConfig(profile_all_threads=True)
-            )
+            try:
+                config = _ExperimentalConfig(profile_all_threads=True)
+            except TypeError as error:
+                raise UsageError(
+                    "--write_profiler_trace needs torch 2.7 or newer, this is torch "
+                    f"{torch.__version__}: update torch, or leave the flag out"
+                ) from error
+            self._profiler = torch.profiler.profile(experimental_config=config)
 
     def __enter__(self) -> "Trace":
         return self

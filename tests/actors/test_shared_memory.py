@@ -571,7 +571,7 @@ def test_a_buffer_that_the_network_assigns_anew_is_shared_too():
 def test_a_buffer_may_have_any_name_and_a_dtype_that_numpy_lacks(name, dtype):
     ours, theirs = nn.Module(), nn.Module()
     for net, value in ((ours, 3), (theirs, -1)):
-        net.register_buffer(name, torch.full((5,), value, dtype=getattr(torch, dtype)))
+        net.register_buffer(name, torch.full((5,), value).to(getattr(torch, dtype)))
     weights = SharedWeights(ours.state_dict(), 0)
     weights.check(theirs)
     assert weights.fetch(theirs, -1) == 0

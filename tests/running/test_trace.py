@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from core.errors import UsageError
+from core.running import trace as trace_module
 from core.running.trace import TRACED_SPANS, UNTRACED_UPDATES, Trace
 
 
@@ -54,3 +56,9 @@ def test_a_run_that_is_too_short_for_a_trace_says_so(tmp_path, caplog):
         trace.tick(0)
     assert "Too few updates for a trace" in caplog.text
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_torch_that_traces_one_thread_only_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_module, "_ExperimentalConfig", lambda: None)  # As 2.6.
+    with pytest.raises(UsageError, match="--write_profiler_trace needs torch 2.7 or"):
+        Trace(tmp_path / "trace.json")
