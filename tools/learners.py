@@ -53,7 +53,7 @@ def run_learners(statuses: Path) -> int:
     # As the trainers do. If it is not set, torchrun does this too, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Here, since the import takes seconds: signals are handled before.
-    from torch.distributed import DistNetworkError, run
+    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -72,7 +72,7 @@ def run_learners(statuses: Path) -> int:
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return Exit.CONFIG
-    except (DistNetworkError, RendezvousConnectionError) as error:
+    except (RuntimeError, RendezvousConnectionError) as error:
         reason = str(error.__cause__ or error).lower()  # torch versions differ.
         if "address already in use" not in reason:
             raise
