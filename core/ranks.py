@@ -15,6 +15,8 @@ import contextlib
 import json
 import math
 import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ LIMITS = ("num_buffers", "max_learner_queue_size", "replay_capacity", "max_strea
 # A folder in which each learner writes its exit status, for tools.learners: torchrun
 # does not tell it after a signal. While it trains, the status is that of a failure.
 STATUS_DIR = "TORCHBEAST_STATUS_DIR"
+# Name servers may need this long to know a machine that has just started.
+NAME_S = 10.0
 # Only learner 0 obeys these flags.
 OUTPUTS = ("wandb", "write_profiler_trace")
 
@@ -68,6 +72,29 @@ def record_status(status: int) -> None:
             # Some machines delete old files in /tmp.
             Path(folder).mkdir(mode=0o700, exist_ok=True)
             Path(folder, str(rank())).write_text(str(int(status)))
+
+
+def check_host(flag: str, host: str) -> None:
+    """Wait until learner 0's host, which `flag` names, resolves, for up to NAME_S.
+
+    Without this check torch would repeat a warning with a stack for minutes.
+
+    Raises:
+      ConfigError: the name does not resolve.
+    """
+    deadline = time.monotonic() + NAME_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                why = getattr(error, "strerror", None) or error
+                raise ConfigError(
+                    f"{flag} is {host}, which {socket.gethostname()} cannot resolve: "
+                    f"{why}. Give the name or IP address of learner 0's machine."
+                ) from error
+        time.sleep(0.5)
 
 
 def take_share(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:

@@ -59,15 +59,13 @@ def run_learners(statuses: Path) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    from core.algorithm.learners import check_host
-
     args = run.parse_args(sys.argv[1:])
     try:
         if args.rdzv_endpoint and not args.standalone:
             host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
-            check_host("--rdzv_endpoint", host)
+            ranks.check_host("--rdzv_endpoint", host)
         elif not args.standalone:
-            check_host("--master_addr", args.master_addr)
+            ranks.check_host("--master_addr", args.master_addr)
         run.main(sys.argv[1:])
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)

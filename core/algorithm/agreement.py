@@ -8,6 +8,7 @@ the order of their ranks (`core.algorithm.learners`). So all learners raise an e
 import argparse
 import json
 import platform
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,35 @@ def check_networks(net: nn.Module, rank: int, collect: Collect) -> None:
                 f"learner {i}'s has {others.get(name)}. Do all learners have the "
                 "same environment?"
             )
+
+
+def check_parameters(
+    net: nn.Module, gather: Callable[[torch.Tensor], list[torch.Tensor]]
+) -> None:
+    """Compare checksums of all learners' parameters.
+
+    Args:
+      gather: returns every learner's tensor, in the order of their ranks.
+
+    Raises:
+      RuntimeError: the parameters differ.
+    """
+    checksum = 0
+    for x in net.parameters():
+        checksum = zlib.crc32(bytes_of(x).numpy().data, checksum)
+    found = [int(x) for x in gather(torch.tensor(checksum))]
+    if len({*found}) > 1:
+        raise RuntimeError(
+            f"the learners' weights differ: their checksums are {found}. Each "
+            "learner must do the same with the same gradient. Does your code draw "
+            "random numbers, or change weights, in learner 0 only? Or does one "
+            "learner's processor round differently?"
+        )
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, on the CPU: gloo has not all dtypes and strides."""
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
 def processor_of(device: torch.device) -> str:

@@ -28,7 +28,6 @@ import math
 import os
 import socket
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -44,8 +43,6 @@ log = logging.getLogger(__name__)
 
 # The learners of a run may be started one after another, on several machines.
 START_S = 300.0
-# Name servers may need this long to know a machine that has just started.
-NAME_S = 10.0
 # A learner whose connections have closed has this time to say how it ended.
 END_S = 3.0
 # Learner 0 may need this long for its last checkpoint while the other learners wait.
@@ -112,7 +109,7 @@ class Learners:
                     "learners with torchrun; for one learner unset WORLD_SIZE."
                 )
         host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        check_host("--master_addr (MASTER_ADDR)", host)
+        ranks.check_host("--master_addr (MASTER_ADDR)", host)
         try:
             store = self._store = _open_store(START_S)
             store.set(f"process/{self.rank}", f"{os.getpid()} {proc.place()}")
@@ -132,13 +129,20 @@ class Learners:
             torch.cuda.set_device(gpu)  # From now on "cuda" means this GPU.
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
         with self._waiting(at_start=True):
-            dist.init_process_group(
+            # With a connection of its own: it waits there, and would block `_read`.
+            store = _open_store(START_S, may_keep=False)
+            opening = _in_thread(
+                dist.init_process_group,
                 "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
-                store=dist.PrefixStore("group", self._store),  # type: ignore[attr-defined]
+                store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
                 rank=self.rank,
                 world_size=self.size,
                 timeout=datetime.timedelta(seconds=min(self._limit_s, YEAR_S)),
             )
+            while not opening.done():
+                self._raise_if_one_has_ended()
+                concurrent.futures.wait([opening], 0.1)
+            opening.result()
         # Learners that share a GPU sum on the CPU: NCCL needs one GPU for each.
         gpus = {*self.collect((socket.gethostname(), gpu))}
         self._on_gpu = has_nccl and len(gpus) == self.size
@@ -212,17 +216,7 @@ class Learners:
         Raises:
           RuntimeError: the parameters differ.
         """
-        checksum = 0
-        for x in net.parameters():
-            checksum = zlib.crc32(_bytes_of(x).numpy().data, checksum)
-        found = [int(x) for x in self.gather(torch.tensor(checksum))]
-        if len({*found}) > 1:
-            raise RuntimeError(
-                f"the learners' weights differ: their checksums are {found}. Each "
-                "learner must do the same with the same gradient. Does your code draw "
-                "random numbers, or change weights, in learner 0 only? Or does one "
-                "learner's processor round differently?"
-            )
+        agreement.check_parameters(net, self.gather)
         parameters = {name for name, _ in net.named_parameters()}
         weights = net.state_dict()  # Not the buffers that are not persistent.
         self._share(x for name, x in weights.items() if name not in parameters)
@@ -255,7 +249,7 @@ class Learners:
     def _share(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy learner 0's tensors to those of the other learners."""
         for x in tensors:
-            on_cpu = _bytes_of(x)
+            on_cpu = agreement.bytes_of(x)
             with self._waiting():
                 dist.broadcast(on_cpu, 0)
             x.copy_(on_cpu.view(x.dtype).view_as(x))
@@ -515,56 +509,41 @@ def train_together(
         _current = None
 
 
-def check_host(flag: str, host: str) -> None:
-    """Wait until learner 0's host, which `flag` names, resolves, for up to NAME_S.
-
-    Without this check torch would repeat a warning with a stack for minutes.
-
-    Raises:
-      ConfigError: the name does not resolve.
-    """
-    deadline = time.monotonic() + NAME_S
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() > deadline:
-                why = getattr(error, "strerror", None) or error
-                raise ConfigError(
-                    f"{flag} is {host}, which {socket.gethostname()} cannot resolve: "
-                    f"{why}. Give the name or IP address of learner 0's machine."
-                ) from error
-        time.sleep(0.5)
-
-
-def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, on the CPU: gloo has not all dtypes and strides."""
-    return x.detach().cpu().contiguous().flatten().view(torch.uint8)
-
-
 def _has_torchrun() -> bool:
     """Return whether torchrun keeps the store; otherwise learner 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open_store(limit_s: float) -> Any:
+def _in_thread(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what may wait longer than this learner lives; return its Future.
+
+    Not in a daemon thread: that would abort the program if the call returned while
+    Python ends. At the end of a program `core.errors.leave` gives up this thread.
+    """
+    threads = concurrent.futures.ThreadPoolExecutor(1, "connect")
+    future = threads.submit(call, *args, **kwargs)
+    threads.shutdown(wait=False)
+    return future
+
+
+def _open_store(limit_s: float, *, may_keep: bool = True) -> Any:
     """Return torch's key-value store of this start, which all learners share.
+
+    Args:
+      may_keep: learner 0 keeps the store if torchrun does not.
 
     Raises:
       RuntimeError: it cannot be opened, or nobody answers within the limit.
     """
     # In a thread: torch has no limit for the first answer of whoever has the port.
-    threads = concurrent.futures.ThreadPoolExecutor(1, "store")
-    opening = threads.submit(
+    opening = _in_thread(
         dist.TCPStore,  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=ranks.rank() == 0 and not _has_torchrun(),
+        is_master=may_keep and ranks.rank() == 0 and not _has_torchrun(),
         timeout=datetime.timedelta(seconds=limit_s),
         wait_for_workers=False,  # `_wait_for_all` waits, and names who is missing.
     )
-    threads.shutdown(wait=False)
     concurrent.futures.wait([opening], limit_s + END_S)
     if not opening.done():
         raise RuntimeError(f"no answer within {limit_s:g} s")

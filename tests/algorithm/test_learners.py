@@ -15,10 +15,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 import monobeast
-from core import proc
+from core import proc, ranks
 from core.algorithm import agreement, learners, update
 from core.algorithm.learners import LearnerLost
 from core.errors import ConfigError, Exit, UsageError
@@ -475,7 +476,7 @@ def test_a_missing_variable_of_torchrun_is_one_clear_line(together, name):
 
 
 def test_a_host_that_does_not_resolve_is_one_clear_line(monkeypatch):
-    monkeypatch.setattr(learners, "NAME_S", 0.0)
+    monkeypatch.setattr(ranks, "NAME_S", 0.0)
     (_, env) = environments(2, port=1)
     for name, value in (env | {"MASTER_ADDR": "nowhere.invalid"}).items():
         monkeypatch.setenv(name, value)
@@ -513,6 +514,25 @@ def test_a_learner_that_is_frozen_while_the_learners_connect_is_named(monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(LearnerLost, match="^learner 1 of 2 did not answer within 1 s"):
         learners.train_together(None, parse("--stall_timeout_s", "1"))
+
+
+def test_a_learner_that_ends_while_another_one_opens_the_group_is_named(monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = PrefixStore("start/0", store)
+    shared.set("process/1", "1 elsewhere")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for name, value in environments(2, store.port)[0].items():
+        monkeypatch.setenv(name, value)
+
+    def end_as_learner_1(*args, store, **kwargs):
+        shared.set("end/1", f"{int(Exit.INTERNAL)} no network")
+        shared.set("ended", "1")
+        store.wait(["learner 1"], datetime.timedelta(seconds=DEADLINE_S))
+
+    monkeypatch.setattr(dist, "init_process_group", end_as_learner_1)
+    with pytest.raises(LearnerLost, match="^learner 1 of 2 has ended: no network"):
+        learners.train_together(None, parse())
+    shared.set("group/learner 1", "")
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -625,5 +645,5 @@ def test_a_host_may_become_known_late(monkeypatch):
             raise answer
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    learners.check_host("--master_addr", "late")
+    ranks.check_host("--master_addr", "late")
     assert answers == []

@@ -24,7 +24,6 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-import core.algorithm.learners
 from core import ranks
 from core.running import program
 from tests.conftest import ROOT, free_ports
@@ -47,7 +46,7 @@ def failed(*statuses: int) -> ChildFailedError:
     ],
 )
 def test_a_host_that_does_not_resolve_is_named(monkeypatch, capsys, flags, said):
-    monkeypatch.setattr(core.algorithm.learners, "NAME_S", 0.0)
+    monkeypatch.setattr(ranks, "NAME_S", 0.0)
     argv = ["learners", "--nnodes", "2", "--node_rank", "1", *flags.split()]
     monkeypatch.setattr("sys.argv", [*argv, "-m", "polybeast"])
     assert learners.main() == 78
