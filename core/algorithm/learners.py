@@ -84,6 +84,7 @@ class Learners:
         self.reports: list[Any] = []  # In learner 0: the newest of the other learners.
         self.columns: dict[str, Any] = {}  # Log columns for this learner's reports.
         self.waits_since = 0.0  # Start of the wait for a learner; 0 if there is none.
+        self._waits = 0  # Number of waits so far: the same in all learners.
         self.wants_stop = False  # The next update makes all learners agree to stop.
         self.has_agreed_to_stop = False  # The latest update agreed to stop.
         self.is_report_due = False  # After the present update.
@@ -343,6 +344,8 @@ class Learners:
             self._tell("stop", "")
         if is_news or now - self._asked_at > ASK_S:
             self._asked_at = now
+            if since:  # Another learner may end first, and must not name this one.
+                self._say_here()
             if not self.wants_stop and (has_signal or self._read("stop") is not None):
                 self.wants_stop, self._stop_by = True, now + STOP_S
             if not self.is_over:
@@ -361,6 +364,7 @@ class Learners:
           LearnerLost: another learner has ended, or does not answer.
           RuntimeError: at the start, this learner cannot connect at all.
         """
+        self._waits += 1
         self.waits_since = time.monotonic()
         try:
             yield
@@ -374,7 +378,7 @@ class Learners:
 
     def _explain(self, error: RuntimeError, is_late: bool) -> LearnerLost:
         """Return the exception that names the missing learner and the reason."""
-        self._tell(f"here/{self.rank}", "")
+        self._say_here()
         others = [r for r in range(self.size) if r != self.rank]
         deadline = time.monotonic() + END_S
         while time.monotonic() < deadline:
@@ -382,8 +386,9 @@ class Learners:
                 if (end := self._end_of(rank)) is not None:
                     return end
             time.sleep(0.05)
-        missing = [r for r in others if self._read(f"here/{r}") is None]
-        names = " and ".join(f"learner {r}" for r in missing) or "another learner"
+        waits = {r: int(self._read(f"here/{r}") or 0) for r in others}
+        missing = [f"learner {r}" for r in others if waits[r] < self._waits]
+        names = " and ".join(missing) or "another learner"
         if is_late:
             return LearnerLost(
                 f"{names} of {self.size} did not answer within {self._limit_s:g} s "
@@ -407,6 +412,10 @@ class Learners:
         if place == proc.place() and proc.state(int(pid)) in "ZX":
             return LearnerLost(f"{name} (process {pid}) was killed")
         return None
+
+    def _say_here(self) -> None:
+        """Tell the other learners which of all waits this learner has reached."""
+        self._tell(f"here/{self.rank}", str(self._waits))
 
     def _tell(self, key: str, value: str) -> None:
         store = self._store  # Another thread may set it to None.

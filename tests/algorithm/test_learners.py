@@ -318,6 +318,31 @@ def test_a_learner_that_is_frozen_is_named_after_a_limit(together, envs_of, vict
     )
 
 
+def come_late(flags, rank, size, folder):
+    others = learners.current()
+    if rank == 0:
+        wait_until(lambda: others._read("waits") is not None)
+        learners.END_S = 0.0
+        shorten_limit(others, 1.0)
+    if rank == 2:
+        wait_until(lambda: others._read("end/0") is not None)
+    else:
+        update = start_thread("learner", others.sum, {"x": 1.0})
+        wait_until(lambda: others.waits_since or update.done())
+        others.check_stop(False)
+        others._tell("waits", "")
+        update.result()
+    return Exit.DONE
+
+
+def test_a_learner_that_also_waits_is_not_named_for_one_that_does_not_come(
+    together, envs_of
+):
+    """Its own limit is far, since its data came later."""
+    errors = together(come_late, envs_of(3, 2))
+    assert errors[0].startswith("LearnerLost: learner 2 of 3 did not answer within")
+
+
 IN_CONTAINERS = """
 import sys
 from core.algorithm import learners
@@ -630,7 +655,7 @@ def test_a_store_that_another_thread_gives_up_during_a_call_is_no_crash(monkeypa
     found._store = Store()
     assert found._read("ended") == "1"
     assert found._read("ended") is None
-    found.rank, found.size = 1, 2
+    found.rank, found.size, found._waits = 1, 2, 1
     assert not found._have_all_connected()
     monkeypatch.setattr(learners, "END_S", 0.0)
     lost = found._explain(RuntimeError("Broken pipe"), is_late=False)
