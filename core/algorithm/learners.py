@@ -324,12 +324,16 @@ class Learners:
         since = self.waits_since
         return time.monotonic() - since if since else 0.0
 
-    def check_stop(self, has_signal: bool) -> bool:
+    def check_stop(self, has_signal: bool, *, is_training: bool = True) -> bool:
         """Exchange stop signals with the other learners. For the main thread.
 
         After a signal to any learner, all learners agree to stop in their next update.
         Returns whether STOP_S have passed without such an update: perhaps no update
         comes, because there is nothing to learn from.
+
+        Args:
+          is_training: False if no update will show that learner 0 has ended, together
+            with the torchrun that keeps the store.
 
         Raises:
           LearnerLost: another learner has ended.
@@ -350,7 +354,8 @@ class Learners:
                 self.wants_stop, self._stop_by = True, now + STOP_S
             if not self.is_over:
                 self._raise_if_one_has_ended()
-        if self._store is None and not _has_torchrun() and not self.is_over:
+        needs_store = not (is_training and _has_torchrun()) and not self.is_over
+        if needs_store and self._store is None:
             raise LearnerLost(f"learner 0 of {self.size} has ended")
         return now > self._stop_by
 

@@ -183,7 +183,7 @@ def _is_to_stop(stop: StopSignal) -> bool:
     has_signal = stop.received is not None
     if (others := learners.current()) is None:
         return has_signal
-    others.check_stop(has_signal)
+    others.check_stop(has_signal, is_training=False)
     return others.wants_stop
 
 
@@ -196,8 +196,14 @@ def _check_with_others(welcome: messages.Welcome, stop: StopSignal) -> bool:
     # In a thread: a signal must not wait for the others.
     check = start_thread("greet", check_same_env, welcome)
     while not check.done():
-        if _is_to_stop(stop):
-            return False
+        try:
+            if _is_to_stop(stop):
+                return False
+        except learners.LearnerLost:
+            # All learners find the same difference, but another one was faster.
+            if not concurrent.futures.wait([check], learners.END_S).not_done:
+                check.result()
+            raise
         concurrent.futures.wait([check], timeout=ASK_AGAIN_S)
     check.result()
     return True

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -305,6 +306,26 @@ def test_differences_of_servers_are_named(monkeypatch, changes, difference):
     assert str(error.value).startswith(f"learner 2's servers have the {difference}")
 
 
+def test_a_difference_counts_although_a_faster_learner_has_ended(monkeypatch):
+    greet = pytest.importorskip("core.remote.greet", reason="needs the extension")
+    has_ended = threading.Event()
+
+    def check_stop(*args, **kwargs):
+        has_ended.set()
+        raise learners.LearnerLost("learner 0 of 2 has ended: ConfigError: differs")
+
+    def check_same_env(welcome):
+        assert has_ended.wait(DEADLINE_S)
+        raise ConfigError("differs")
+
+    current = SimpleNamespace(rank=1, check_stop=check_stop)
+    monkeypatch.setattr(greet.learners, "current", lambda: current)
+    monkeypatch.setattr(greet.learners, "END_S", DEADLINE_S)
+    monkeypatch.setattr(greet, "check_same_env", check_same_env)
+    with pytest.raises(ConfigError):
+        greet._check_with_others(welcome(), SimpleNamespace(received=None))
+
+
 # A learner for which the folder --savedir of another machine is empty, and stays so.
 ELSEWHERE = """
 mount -t tmpfs tmpfs "$1" || exit 99
@@ -335,15 +356,24 @@ def test_only_learner_0_has_the_runs_folder(start, start_program, servers, tmp_p
 
 
 @pytest.fixture
-def only_learner_0_has_a_server(start, serve):
-    """Return the programs of two learners that wait."""
+def give_learner_0_a_server(start, serve):
+    """Start learners of which only learner 0 has one; return them when they wait."""
     pytest.importorskip("polybeast", reason="needs the extension")
     server = serve(Catch, num_envs=2)
     flags = [*FLAGS, "--server_addresses", f"{server.address},{server.address}-away"]
-    programs = start_learners(start, *flags, module="polybeast")
-    programs[0].wait_for_text("Waiting until each learner has a server")
-    programs[1].wait_for_text("Waiting for an environment server")
-    return programs
+
+    def give(envs):
+        programs = [start(*flags, module="polybeast", env=env) for env in envs]
+        programs[0].wait_for_text("Waiting until each learner has a server")
+        programs[1].wait_for_text("Waiting for an environment server")
+        return programs
+
+    return give
+
+
+@pytest.fixture
+def only_learner_0_has_a_server(give_learner_0_a_server):
+    return give_learner_0_a_server(environments(2))
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -363,6 +393,20 @@ def test_a_learner_that_is_killed_before_it_has_a_server_ends_the_other(
     assert programs[0].wait() == 70, programs[0].text()
     said = f"LearnerLost: learner 1 of 2 (process {programs[1].pid}) was killed"
     assert programs[0].text().splitlines()[-1] == f"learner 0: {said}"
+
+
+def test_a_learner_without_a_server_ends_after_learner_0_and_its_torchrun(
+    give_learner_0_a_server,
+):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    envs = [env | torchrun for env in environments(2, store.port)]
+    programs = give_learner_0_a_server(envs)
+    programs[0].kill()
+    del store
+    assert programs[1].wait() == 70, programs[1].text()
+    said = "learner 1: LearnerLost: learner 0 of 2 has ended"
+    assert said in programs[1].text().splitlines()
 
 
 def test_wrong_flags_of_one_learner_are_told_to_those_of_other_machines(start):
