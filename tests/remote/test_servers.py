@@ -1150,24 +1150,6 @@ def test_a_killed_server_comes_back_and_others_go_on(start, folder):
     assert program.wait() == Exit.DONE
 
 
-def test_a_server_that_always_dies_ends_the_program(start, folder):
-    program = start("--env", "tests.fault_env:make_exiting", num_servers=1)
-
-    def play_until_the_end():
-        while program.process.poll() is None:
-            with contextlib.suppress(grpc.RpcError):
-                with EnvClient(f"unix:{folder}/s") as client:
-                    while True:
-                        client.step(0)
-
-    # The client waits for a server as long as its deadline; do not wait for it.
-    start_thread("player", play_until_the_end)
-    assert program.wait() == Exit.INTERNAL
-    last_line = program.text().splitlines()[-1]
-    assert "died 5 times in a row within 20 steps" in last_line
-    assert "exit status 3" in last_line
-
-
 def test_a_server_ends_with_all_that_its_environments_started(start, folder):
     program = start("--env", "tests.fault_env:Forking", num_servers=1)
     program.wait_for_text("Serving")
