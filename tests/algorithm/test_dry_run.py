@@ -18,7 +18,7 @@ from core.environments.toys import Catch
 from core.errors import ConfigError
 from core.nests import ArraySpec, leaves, map_nest
 from core.rollout import Spaces
-from tests.trainers.test_net import ATARI, VECTORS
+from tests.trainers.test_net import PICTURES, VECTORS
 
 A = 7
 F32 = np.dtype(np.float32)
@@ -319,7 +319,7 @@ def test_a_network_without_the_options_of_create_net_is_told_them(monkeypatch):
 
 
 @pytest.mark.parametrize("use_lstm", [False, True])
-@pytest.mark.parametrize("space", [VECTORS["dict"], ATARI], ids=["nest", "picture"])
+@pytest.mark.parametrize("space", [VECTORS["dict"], PICTURES["float"]])
 def test_the_networks_of_both_trainers_are_accepted(space, use_lstm):
     action = gym.spaces.Discrete(A, start=-3)
     for trainer in (monobeast, polybeast):

@@ -178,10 +178,9 @@ class MovedNet(nn.Module):
 
 def test_a_moved_net_trains(monkeypatch, tmp_path):
     monkeypatch.setattr(monobeast, "Net", MovedNet)
-    argv = ["--env", "Catch", "--serial", "--total_steps", "100", "--batch_size", "5"]
-    flags = monobeast.parse_flags(
-        [*argv, "--savedir", str(tmp_path), "--xpid", "moved"]
-    )
+    argv = ["--env", "Catch", "--serial", "--total_steps", "50", "--batch_size", "5"]
+    argv += ["--unroll_length", "5", "--savedir", str(tmp_path), "--xpid", "moved"]
+    flags = monobeast.parse_flags(argv)
     assert monobeast.train(flags) is Exit.DONE
 
 
