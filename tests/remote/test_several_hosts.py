@@ -51,7 +51,12 @@ def none_runs(processes):
 
 @pytest.mark.slow
 @needs_certificates
-def test_training_goes_on_while_a_host_is_cut_off_and_the_host_comes_back(tmp_path):
+def test_training_goes_on_while_a_host_is_cut_off_and_the_host_comes_back(
+    tmp_path, monkeypatch
+):
+    """The example waits longer, until Catch is learned."""
+    for name, value in {"CUT_AT_STEP": 1000, "CUT_S": 5.0, "SOLVED": -1.0}.items():
+        monkeypatch.setattr(several_hosts, name, value)
     with several_hosts.Hosts() as hosts:
         experiment = several_hosts.Experiment(hosts, tmp_path)
         experiment.run()
@@ -66,7 +71,6 @@ def test_training_goes_on_while_a_host_is_cut_off_and_the_host_comes_back(tmp_pa
     assert last.cable0 == "mended"
     assert last.streams == 2 * several_hosts.STREAMS_PER_HOST
     assert min(last.received) >= several_hosts.ROWS_BYTES
-    assert last.mean_return >= 0.95
     assert left_over() == []
     assert none_runs(running)
 
