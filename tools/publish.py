@@ -28,6 +28,8 @@ def publish(run_dir: Path, out: Path) -> Path:
     found = checkpoint.load(run_dir / "checkpoints")
     if found is None:
         raise SystemExit(f"{run_dir}: no checkpoint")
+    if not (run_dir / "meta.json").is_file():
+        raise SystemExit(f"{run_dir}: no meta.json, which --mode test needs")
     if (out / "checkpoints").exists():
         raise SystemExit(f"{out} has checkpoints already; name a new folder")
     out.mkdir(parents=True, exist_ok=True)

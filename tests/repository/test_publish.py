@@ -130,3 +130,11 @@ def test_the_agents_in_this_repository_play(start, tmp_path, name, games, least)
 def test_a_run_without_a_checkpoint_is_told(tmp_path):
     with pytest.raises(SystemExit, match="no checkpoint"):
         publish.main([str(tmp_path), str(tmp_path / "out")])
+
+
+def test_a_run_without_meta_json_is_told_and_nothing_is_made(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    checkpoint.save(run / "checkpoints", step=1, tensors={}, state={"flags": {}})
+    with pytest.raises(SystemExit, match=f"{run}: no meta.json"):
+        publish.main([str(run), str(out)])
+    assert not out.exists()
