@@ -104,6 +104,8 @@ setup(
         "mujoco": ["gymnasium[mujoco]"],
         "nethack": ["nle>=1.3"],  # It needs an older gymnasium: examples/nethack.
         "tls": ["cryptography>=42"],  # For python -m tools.certs.
+        # For python -m tools.plot and tools.sweep.
+        "tools": ["matplotlib", "tomli; python_version<'3.11'"],
         "wandb": ["wandb"],
         # Classic gym, for environments that never moved to Gymnasium. atari-py is
         # compiled when it is installed: it needs a C++ compiler, cmake and zlib.

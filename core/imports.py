@@ -12,11 +12,17 @@ from types import TracebackType
 
 from core.errors import Exit
 
-# The import names of the packages that setup.py requires.
+# The import names of the packages that setup.py requires; below, of its extras.
 PACKAGES = (
-    *("ale_py", "cryptography", "grpc", "gymnasium", "imageio", "matplotlib"),
-    *("minatar", "numpy", "psutil", "rich", "safetensors", "tensorboard", "torch"),
+    *("ale_py", "grpc", "gymnasium", "imageio", "numpy", "psutil", "rich"),
+    *("safetensors", "tensorboard", "torch"),
 )
+EXTRAS = {
+    "cryptography": "tls",
+    "matplotlib": "tools",
+    "minatar": "minatar",
+    "tomli": "tools",
+}
 
 
 def end_at_signals() -> None:
@@ -55,13 +61,15 @@ def _explain(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     name = error.name if isinstance(error, ModuleNotFoundError) else None
-    if name is None or name.partition(".")[0] not in PACKAGES:
+    package = name.partition(".")[0] if name else ""
+    if package not in (*PACKAGES, *EXTRAS):
         sys.__excepthook__(kind, error, trace)
         return
+    what = f"'.[{EXTRAS[package]}]'" if package in EXTRAS else "."
     print(
         f"No module named {name!r} in {sys.executable}. Use the Python that `make` has "
         "set up (source .venv/bin/activate), or install the packages for this Python "
-        "(pip install -e .).",
+        f"(pip install -e {what}).",
         file=sys.stderr,
     )
     sys.exit(Exit.CONFIG)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from core import imports
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30
 
@@ -311,7 +313,7 @@ def test_setup_py_and_requirements_name_the_same_packages():
     ours, theirs = read_requirements()
     assert ours == names(
         arguments["install_requires"]
-        + [line for name in ("minatar", "tls", "dev") for line in extras[name]]
+        + [line for name in ("minatar", "tls", "tools", "dev") for line in extras[name]]
     )
     assert not ours & theirs
 
@@ -322,7 +324,10 @@ def test_extras_that_the_pages_name_exist():
         for page in ROOT.glob(f"{folder}/*.md"):
             named |= set(re.findall(r"pip install -e '\.\[(\w+)\]'", page.read_text()))
     assert {"classic", "mujoco", "nethack"} <= named
-    assert named <= set(setup_arguments()["extras_require"])
+    extras = setup_arguments()["extras_require"]
+    assert named <= set(extras)
+    for package, extra in imports.EXTRAS.items():
+        assert package in names(extras[extra])
 
 
 def test_every_requirement_is_pinned():
@@ -373,12 +378,31 @@ def test_setup_py_installs_what_is_there():
         ("polybeast_env", "numpy"),
         ("core.environments.check", "gymnasium"),
         ("tools.sweep", "rich"),
+        ("tools.plot", "matplotlib"),
         ("benchmarks.ceilings", "numpy"),
     ],
 )
 def test_a_missing_package_is_one_line_that_says_where_it_is(module, package):
+    line = run_without_packages("-m", module)
+    extra = "'.[tools]'" if package == "matplotlib" else "."
+    for part in (
+        repr(package),
+        sys.executable,
+        "source .venv/bin/activate",
+        f"pip install -e {extra})",
+    ):
+        assert part in line
+
+
+def test_before_python_3_11_a_sweep_without_tomli_is_told_the_extra():
+    line = run_without_packages("-c", "import tools, tomli")
+    assert "'tomli'" in line and "(pip install -e '.[tools]')" in line
+
+
+def run_without_packages(*args: str) -> str:
+    """Return the one line with which a program ends that has no site-packages."""
     done = subprocess.run(
-        [sys.executable, "-S", "-m", module],  # Without site-packages.
+        [sys.executable, "-S", *args],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -386,5 +410,4 @@ def test_a_missing_package_is_one_line_that_says_where_it_is(module, package):
     )
     assert done.returncode == 78
     (line,) = done.stderr.splitlines()
-    for part in (repr(package), sys.executable, "source .venv/bin/activate"):
-        assert part in line
+    return line
