@@ -473,7 +473,7 @@ def run_dir_to_test(flags: argparse.Namespace) -> Path:
       ValueError: --xpid cannot be the name of a run.
     """
     xpid = "latest" if flags.xpid is None else expand_xpid(flags, flags.env or ENV)
-    return (Path(flags.savedir) / xpid).resolve()
+    return Path(os.path.realpath(Path(flags.savedir) / xpid))
 
 
 def expand_xpid(flags: argparse.Namespace, env: str | None) -> str:

@@ -55,7 +55,7 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
       RunDirBusy: another process holds a lock.
       ConfigError: the folder cannot be created or written to.
     """
-    run_dir = (savedir / xpid).resolve()
+    run_dir = Path(os.path.realpath(savedir / xpid))
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         _lock_name(run_dir)

@@ -20,6 +20,9 @@ from core.running.checkpoint import CheckpointError, CheckpointMismatch
 from core.running.folder import RunDirBusy
 from core.running.supervise import send_at_parents_end
 
+# A path that is not the program's to write, or of the wrong kind.
+UNUSABLE = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
 
 def run_program(
     parse_flags: Callable[..., argparse.Namespace],
@@ -51,6 +54,8 @@ def _run(
                 if error.code == Exit.USAGE:
                     tell_flags_are_wrong()
                 raise
+            # An environment may change the working directory.
+            savedir = os.path.realpath(flags.savedir)
             if flags.mode == "train":
                 if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, stop.
                     send_at_parents_end(signal.SIGTERM)
@@ -80,6 +85,9 @@ def _run(
             if (line := describe_full_disk(error)) is not None:
                 print(line, file=sys.stderr)
                 return int(Exit.CHECKPOINT)
+            if (line := describe_unusable_path(error, savedir)) is not None:
+                print(line, file=sys.stderr)
+                return int(Exit.CONFIG)
             traceback.print_exc()
             return int(Exit.INTERNAL)
 
@@ -113,6 +121,18 @@ def describe_full_disk(error: Exception) -> str | None:
     else:
         return None
     return f"{type(error).__name__}: {error}. {remedy}"
+
+
+def describe_unusable_path(error: Exception, savedir: str) -> str | None:
+    """Describe in one line a path in --savedir that cannot be written; else None."""
+    if not isinstance(error, UNUSABLE):
+        return None
+    if Path(savedir) not in Path(error.filename or "").parents:
+        return None
+    return (
+        f"{type(error).__name__}: {error}. This program must be able to write there: "
+        "change that, or choose another --savedir."
+    )
 
 
 def _has_no_inodes(name: str | None) -> bool:

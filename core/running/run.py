@@ -18,6 +18,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -87,7 +88,7 @@ def run_folder(flags: argparse.Namespace) -> contextlib.AbstractContextManager[P
     Raises:
       RunDirBusy: another process is training in this folder.
     """
-    return _open_folder(flags, Path(flags.savedir).resolve() / flags.xpid)
+    return _open_folder(flags, Path(os.path.realpath(flags.savedir), flags.xpid))
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def test_after_a_signal_a_learner_that_failed_is_told(monkeypatch, capsys):
     def learner(rank, status):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "3")
-        flags = argparse.Namespace(mode="test")
+        flags = argparse.Namespace(mode="test", savedir="")
         program.run_program(lambda argv: flags, None, lambda flags: status, [])
 
     def torchrun(argv):

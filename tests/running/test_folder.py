@@ -149,7 +149,8 @@ def test_latest_points_to_the_run_linked_last(tmp_path):
 
 def test_a_savedir_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    for savedir in (tmp_path / "file", tmp_path / "file" / "below"):
+    (tmp_path / "loop").symlink_to("loop")
+    for savedir in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "loop"):
         said = f"--savedir is {savedir}, where the folder one cannot be created"
         with pytest.raises(ConfigError, match=said):
             prepare_run_dir(savedir, "one")

@@ -29,7 +29,7 @@ from core.environments.toys import Catch
 from core.errors import ConfigError, Exit
 from core.nests import Nest, map_nest
 from core.rollout import Spaces
-from core.running import checkpoint, folder, program, run, supervise, terminal
+from core.running import checkpoint, folder, logs, program, run, supervise, terminal
 from core.running.checkpoint import CheckpointError
 from tests.conftest import DEADLINE_S, wait_until
 from tests.normalization_flags import obeyed
@@ -1011,6 +1011,38 @@ def test_no_room_for_temporary_files_is_told_with_the_remedy(monkeypatch, tmp_pa
     with pytest.raises(FileNotFoundError) as caught:
         tempfile.mkdtemp()
     assert "set TMPDIR to another folder" in program.describe_full_disk(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, make",
+    [
+        ("runs", lambda path: path.symlink_to(path)),
+        ("runs/x/out.log", Path.mkdir),
+        ("runs/x/logs.csv", Path.mkdir),
+        ("runs/x/tensorboard", Path.touch),
+    ],
+)
+def test_a_path_in_savedir_of_the_wrong_kind_is_one_line(tmp_path, capsys, name, make):
+    def open_run(flags):
+        with run.run_folder(flags) as run_dir, logs.RunLog(run_dir):
+            raise AssertionError(f"{name} was opened")
+
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path)
+    flags = SimpleNamespace(
+        mode="test", savedir=str(tmp_path / "runs"), xpid="x", seed=1
+    )
+    assert program.run_program(lambda argv: flags, None, open_run, []) == Exit.CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"'{path}'" in line and "choose another --savedir" in line.lower()
+
+
+def test_a_file_in_a_folder_of_another_user_is_one_line():
+    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/runs/x/1.csv")
+    line = program.describe_unusable_path(error, "/runs")
+    assert "'/runs/x/1.csv'. This program must be able to write there" in line
+    assert program.describe_unusable_path(error, "/other") is None
 
 
 @pytest.mark.parametrize(
