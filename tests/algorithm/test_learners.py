@@ -471,8 +471,10 @@ def test_a_port_in_use_is_one_clear_line(together):
     assert "\n" not in errors[0]
 
 
-def test_an_error_of_this_machine_s_network_is_not_blamed_on_another_learner(together):
-    envs = [env | {"GLOO_SOCKET_IFNAME": "nowhere"} for env in environments(2)]
+def test_an_error_of_this_machine_s_network_is_not_blamed_on_another_learner(
+    together, envs_of
+):
+    envs = [env | {"GLOO_SOCKET_IFNAME": "nowhere"} for env in envs_of(2, 0)]
     errors = together(differ, envs=envs)
     own = [f"ConfigError: learner {rank} of 2 cannot connect" for rank in range(2)]
     for rank, text in errors.items():  # Whoever is late reads what the other one said.
@@ -570,7 +572,7 @@ def test_without_torchrun_learner_0_keeps_the_store_for_its_last_words(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(learners, "START_S", 0.1)
     monkeypatch.setattr(learners, "END_S", DEADLINE_S)
-    connected, sleep = threading.Event(), learners.time.sleep
+    connected, open_store = threading.Event(), learners._open_store
 
     def be_learner_1():
         port = int(env["MASTER_PORT"])
@@ -584,14 +586,16 @@ def test_without_torchrun_learner_0_keeps_the_store_for_its_last_words(
             store.set(f"end/{rank}", str(int(Exit.INTERNAL)))
         return words
 
-    def sleep_once_learner_1_has_connected(seconds):
+    def open_until_learner_1_has_connected(limit_s, **options):
+        store = open_store(DEADLINE_S, **options)
         assert connected.wait(DEADLINE_S)
-        sleep(seconds)
+        return store
 
-    monkeypatch.setattr(learners.time, "sleep", sleep_once_learner_1_has_connected)
+    monkeypatch.setattr(learners, "_open_store", open_until_learner_1_has_connected)
     learner_1 = start_thread("learner-1", be_learner_1)
     with pytest.raises((LearnerLost, ConfigError)) as error:
-        flags = parse("--stall_timeout_s", "1")
+        limit_s = {2: DEADLINE_S, 3: 1.0}[size]
+        flags = parse("--stall_timeout_s", str(limit_s))
         learners.train_together(lambda flags: Exit.DONE, flags)
     texts = {
         2: "ConfigError: learner 0 of 2 cannot connect to the other learners at ",

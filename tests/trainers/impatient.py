@@ -13,7 +13,7 @@ from pathlib import Path
 import polybeast
 from core.algorithm.learners import Learners
 from tests.conftest import wait_until
-from tests.trainers.several import is_stopped, shorten_limit
+from tests.trainers.several import end_patiently, is_stopped, shorten_limit
 from tools.runs import num_rows
 
 LIMIT_S = 1.0
@@ -44,6 +44,7 @@ def main(argv: list[str]) -> int:
         return sum_update(learner, sums)
 
     Learners.sum_update = sum_with_limit
+    end_patiently()
     return polybeast.main(argv)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from core import proc
+from core.algorithm import learners
 from core.algorithm.learners import Learners
-from tests.conftest import Program, free_ports
+from tests.conftest import DEADLINE_S, Program, free_ports
 
 
 def environments(size: int, port: int | None = None) -> list[dict[str, str]]:
@@ -42,6 +43,17 @@ def shorten_limit(learner: Learners, limit_s: float) -> None:
     """
     learner._limit_s = limit_s
     _set_pg_timeout(datetime.timedelta(seconds=limit_s))
+
+
+def end_patiently() -> None:
+    """Make learner 0 keep the store until the others have read how it ended."""
+    end = Learners.end
+
+    def wait_and_end(*args) -> None:
+        learners.END_S = DEADLINE_S
+        end(*args)
+
+    Learners.end = wait_and_end
 
 
 def is_stopped(learner: Learners, rank: int) -> bool:

@@ -29,7 +29,12 @@ from core.running import checkpoint
 from core.running.folder import read_meta
 from tests.conftest import DEADLINE_S, ended, free_ports, wait_until
 from tests.normalization_flags import obeyed
-from tests.trainers.several import environments, shorten_limit, start_learners
+from tests.trainers.several import (
+    end_patiently,
+    environments,
+    shorten_limit,
+    start_learners,
+)
 from tools.nemesis.programs import Program
 from tools.runs import log_rows, num_rows
 
@@ -75,11 +80,18 @@ def test_two_serial_learners_are_bitwise_the_same_from_run_to_run(start, tmp_pat
     assert first.state["flags"]["batch_size"] == 4
 
 
+def patient_env():
+    """Catch in a process that gives the other learners' last words any time."""
+    learners.STOP_S = learners.END_S = DEADLINE_S
+    return Catch()
+
+
 def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_path):
     run_dir = tmp_path / "runs" / "x"
+    flags = [*FLAGS, "--env", f"{__name__}:patient_env"]
     earlier = 0
     for victim, sizes in ((1, MONOBEAST), (0, FORKED)):
-        programs = start_learners(start, *FLAGS, *sizes, "--total_steps", 10**7)
+        programs = start_learners(start, *flags, *sizes, "--total_steps", 10**7)
         before = num_rows(run_dir)
         wait_until(lambda: num_rows(run_dir) > before + 3)  # noqa: B023
         os.kill(programs[victim].pid, signal.SIGTERM)
@@ -97,7 +109,7 @@ def test_a_signal_to_any_learner_stops_all_and_one_learner_goes_on(start, tmp_pa
     # Two starts have ended, each in the middle of the games of 8 environments.
     assert found.step / 9 - 2 * 8 <= games <= found.step / 9
 
-    alone = start(*FLAGS, *FORKED, "--total_steps", found.step + STEPS)
+    alone = start(*flags, *FORKED, "--total_steps", found.step + STEPS)
     assert alone.wait() == 0, alone.text()
     steps = [int(row["step"]) for row in log_rows(run_dir)]
     assert steps == sorted({*steps})
@@ -137,14 +149,8 @@ def test_a_killed_learner_ends_the_other_with_a_checkpoint(start, tmp_path):
 
 def impatient_env():
     """Catch in a process that soon gives up the other, but not the other's end."""
-    end = learners.Learners.end
-
-    def end_patiently(*args):
-        learners.END_S = DEADLINE_S
-        end(*args)
-
     learners.STOP_S = learners.END_S = 0.3
-    learners.Learners.end = end_patiently
+    end_patiently()
     return Catch()
 
 
@@ -373,7 +379,11 @@ def give_learner_0_a_server(start, serve):
 
 @pytest.fixture
 def only_learner_0_has_a_server(give_learner_0_a_server):
-    return give_learner_0_a_server(environments(2))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    yield give_learner_0_a_server(
+        [env | torchrun for env in environments(2, store.port)]
+    )
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
