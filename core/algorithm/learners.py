@@ -129,9 +129,9 @@ class Learners:
             gpu = ranks.local_rank() % num_gpus
             torch.cuda.set_device(gpu)  # From now on "cuda" means this GPU.
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        # With a connection of its own: it waits there, and would block `_read`.
+        store = _open_store(START_S, may_keep=False)
         with self._waiting(at_start=True):
-            # With a connection of its own: it waits there, and would block `_read`.
-            store = _open_store(START_S, may_keep=False)
             opening = _in_thread(
                 dist.init_process_group,
                 "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
