@@ -79,7 +79,11 @@ class Learners:
     """
 
     def __init__(self, *, limit_s: float):
-        """Set how long an update waits for other learners; may be infinite."""
+        """Make a learner that is not connected yet.
+
+        Args:
+          limit_s: how long an update waits for other learners; may be infinite.
+        """
         self.rank, self.size = ranks.rank(), ranks.size()
         self.reports: list[Any] = []  # In learner 0: the newest of the other learners.
         self.columns: dict[str, Any] = {}  # Log columns for this learner's reports.
