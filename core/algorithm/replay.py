@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from core import ranks
 from core.algorithm.counters import Field
 from core.nests import Nest, map_nest
 from core.rollout import new_rollouts
@@ -120,7 +121,8 @@ def create_replay(
 
     Args:
       first_update: optimizer steps before this start of the run. It is a part of the
-        seed, so that a resumed run does not repeat its first draws.
+        seed, so that a resumed run does not repeat its first draws. So is the learner's
+        number, since each of several learners draws from its own rollouts.
       reserve: as `Replay` takes it.
     """
     new = new_rollouts(flags)
@@ -134,7 +136,7 @@ def create_replay(
             flags.replay_capacity,
         )
     capacity = math.ceil((flags.replay_capacity or 0) / rollouts_per_item)
-    seed = (flags.seed, first_update)
+    seed = (flags.seed, first_update, ranks.rank())
     return Replay(capacity, replayed // rollouts_per_item, seed, reserve)
 
 

@@ -10,6 +10,7 @@ import torch
 
 import libtorchbeast
 import monobeast
+from core import ranks
 from core.actors import prepare
 from core.algorithm import replay
 from core.algorithm.replay import Mixer, Replay, create_replay
@@ -88,7 +89,7 @@ def test_draws_are_uniform_over_the_replay():
         assert abs(count - num_draws * p) < 4 * sigma
 
 
-def test_a_seed_fixes_the_draws_and_a_resumed_run_has_others():
+def test_a_seed_fixes_the_draws_and_a_resumed_run_has_others(monkeypatch):
     def draws(*argv, first_update=0):
         flags = make_flags("Catch", "--replay_ratio", "1", "--batch_size", "12", *argv)
         ring = create_replay(flags, first_update, flags.envs_per_actor)
@@ -99,6 +100,9 @@ def test_a_seed_fixes_the_draws_and_a_resumed_run_has_others():
     assert draws() == draws()
     assert draws() != draws("--seed", "8")
     assert draws() != draws(first_update=100)
+    draws_of_learner_0 = draws()
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    assert draws() != draws_of_learner_0
 
 
 # -------------------------------------------------------------------------------- Mixer
