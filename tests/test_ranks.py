@@ -75,6 +75,15 @@ def test_each_learner_has_servers_of_its_own(learner):
     assert len(set.union(*taken)) == 7
 
 
+def test_the_share_of_a_learner_may_have_no_server_that_tls_protects(learner):
+    learner(1, 2)
+    flags = parse(
+        *(polybeast, "--batch_size", 6, "--tls_dir", "certs"),
+        *("--server_addresses", "localhost:1,unix:/a"),
+    )
+    assert flags.server_addresses == ("unix:/a",)
+
+
 def test_a_learner_at_which_machines_dial_in_needs_no_server_of_the_list(learner):
     learner(1, 2)
     flags = parse(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from core import ranks
 from core.flag_types import divisor, int_at_least, number
 from core.remote import tls
 from core.remote.addresses import find_wrong_host
@@ -258,7 +259,9 @@ def check_tls_flags(
             f"--tls_dir is {flags.tls_dir} and --insecure is set: they contradict each "
             "other. Leave one out."
         )
-    if all(address.startswith("unix:") for address in addresses):
+    # Of several learners, one may have a share without TCP.
+    is_share = bool(addresses) and ranks.size() > 1
+    if all(address.startswith("unix:") for address in addresses) and not is_share:
         parser.error(
             f"--tls_dir is {flags.tls_dir} but is for TCP, and all addresses are unix "
             "sockets, which no other user can open. Leave it out."
