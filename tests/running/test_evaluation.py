@@ -228,7 +228,7 @@ def test_ctrl_c_ends_a_test_without_a_traceback(monkeypatch, capsys):
     def press_ctrl_c(*args, **kwargs):
         raise KeyboardInterrupt
 
-    flags = argparse.Namespace(mode="test")
+    flags = argparse.Namespace(mode="test", savedir="")
     monkeypatch.setattr(evaluation, "test_run", press_ctrl_c)
     monkeypatch.setattr(monobeast, "parse_flags", lambda argv: flags)
     monkeypatch.setattr(signal, "signal", lambda *args: None)  # It stays as it is.
