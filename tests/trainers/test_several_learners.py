@@ -363,12 +363,17 @@ def test_only_learner_0_has_the_runs_folder(start, start_program, servers, tmp_p
 
 @pytest.fixture
 def give_learner_0_a_server(start, serve):
-    """Start learners of which only learner 0 has one; return them when they wait."""
+    """Start learners of which only learner 0 has one; return them when they wait.
+
+    As under torchrun, which keeps the store.
+    """
     pytest.importorskip("polybeast", reason="needs the extension")
     server = serve(Catch, num_envs=2)
     flags = [*FLAGS, "--server_addresses", f"{server.address},{server.address}-away"]
 
-    def give(envs):
+    def give(store):
+        torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        envs = [env | torchrun for env in environments(2, store.port)]
         programs = [start(*flags, module="polybeast", env=env) for env in envs]
         programs[0].wait_for_text("Waiting until each learner has a server")
         programs[1].wait_for_text("Waiting for an environment server")
@@ -380,10 +385,7 @@ def give_learner_0_a_server(start, serve):
 @pytest.fixture
 def only_learner_0_has_a_server(give_learner_0_a_server):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    yield give_learner_0_a_server(
-        [env | torchrun for env in environments(2, store.port)]
-    )
+    yield give_learner_0_a_server(store)
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -409,9 +411,7 @@ def test_a_learner_without_a_server_ends_after_learner_0_and_its_torchrun(
     give_learner_0_a_server,
 ):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    envs = [env | torchrun for env in environments(2, store.port)]
-    programs = give_learner_0_a_server(envs)
+    programs = give_learner_0_a_server(store)
     programs[0].kill()
     del store
     assert programs[1].wait() == 70, programs[1].text()
