@@ -8,8 +8,7 @@ deviations below the mean of the ten seeds there.
 How often does an honest run fail? If returns were normally distributed, a new run would
 be that far below with a probability of 0.00014 (t with 9 degrees of freedom, at SPREADS
 / sqrt(1 + 1 / 10)), so one of the four runs in one suite of 1,700. They are not quite:
-CartPole's end at 500, and its worst seed is 5.6 deviations below the other nine; one
-run of Pendulum in thirty learns nothing (see the README of results/learning-gate). All
+CartPole's end at 500, and its worst seed is 5.6 deviations below the other nine. All
 that the 40 published runs show by themselves is that none of them fails beside the nine
 others.
 
