@@ -61,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("out", type=Path, help="a new folder")
     args = parser.parse_args(argv)
-    path = publish(args.run, args.out)
+    try:
+        path = publish(args.run, args.out)
+    except checkpoint.CheckpointError as error:
+        raise SystemExit(f"{args.run}: {error}") from error
     print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
 
 

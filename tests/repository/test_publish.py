@@ -132,6 +132,14 @@ def test_a_run_without_a_checkpoint_is_told(tmp_path):
         publish.main([str(tmp_path), str(tmp_path / "out")])
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_told(tmp_path):
+    checkpoint.save(tmp_path / "checkpoints", step=1, tensors={}, state={})
+    for file in (tmp_path / "checkpoints").glob("step-*"):
+        file.write_bytes(b"")
+    with pytest.raises(SystemExit, match="no checkpoint in .* is good"):
+        publish.main([str(tmp_path), str(tmp_path / "out")])
+
+
 def test_a_run_without_meta_json_is_told_and_nothing_is_made(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     checkpoint.save(run / "checkpoints", step=1, tensors={}, state={"flags": {}})
