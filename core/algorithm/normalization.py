@@ -186,8 +186,7 @@ class PopArt(nn.Linear):
     al. 2016, arXiv:1602.07714). The layer computes v = std * (W x + b) + mean, where
     mean and std are the running mean and standard deviation of the V-trace targets. So
     v is in units of the rewards, and W x + b is normalized. When mean and std change, W
-    and b change so that v stays the same. Only the first batch changes v: the values of
-    a new network mean nothing yet, and from then on they begin near the targets' mean.
+    and b change so that v stays the same.
 
     The loss has to divide by `scale` (`core.algorithm.update.impala_loss`). The paper
     updates the statistics with a batch before it computes the loss of the batch. Here
@@ -232,9 +231,9 @@ class PopArt(nn.Linear):
     def learn(self, mean: float, var: float) -> None:
         """Add the mean and variance of a batch's targets; keep the layer's outputs.
 
-        (The first batch keeps W and b instead.) The first 1 / RATE batches have equal
-        weights. After that, each batch reduces the weight of the older ones by the
-        factor 1 - RATE. Writes in place: actors and CUDA graphs hold these tensors.
+        The first 1 / RATE batches have equal weights. After that, each batch reduces
+        the weight of the older ones by the factor 1 - RATE. Writes in place: actors and
+        CUDA graphs hold these tensors.
         """
         old_mean, old_std = self.mean.clone(), self.std
         self.updates += 1
@@ -243,8 +242,6 @@ class PopArt(nn.Linear):
         delta = mean - old_mean
         self.var.mul_(1 - rate).add_(rate * (var + (1 - rate) * delta**2))
         self.mean += rate * delta
-        is_first, std = self.updates == 1, self.std
-        weight = self.weight * (old_std / std).unsqueeze(1)
-        bias = (self.bias * old_std + old_mean - self.mean) / std
-        self.weight.copy_(torch.where(is_first.unsqueeze(1), self.weight, weight))
-        self.bias.copy_(torch.where(is_first, self.bias, bias))
+        std = self.std
+        self.weight.copy_(self.weight * (old_std / std).unsqueeze(1))
+        self.bias.copy_((self.bias * old_std + old_mean - self.mean) / std)
