@@ -3,14 +3,14 @@
 
 The gate is Catch, CartPole, Pendulum and MinAtar's Breakout. It trains with the flags
 of results/learning-gate, and a return passes if it is at most SPREADS standard
-deviations below the mean of the ten seeds there.
+deviations below the mean of the seeds there: ten, and twenty of Pendulum.
 
 How often does an honest run fail? If returns were normally distributed, a new run would
 be that far below with a probability of 0.00014 (t with 9 degrees of freedom, at SPREADS
 / sqrt(1 + 1 / 10)), so one of the four runs in one suite of 1,700. They are not quite:
 CartPole's end at 500, and its worst seed is 5.6 deviations below the other nine. All
-that the 40 published runs show by themselves is that none of them fails beside the nine
-others.
+that the 50 published runs show by themselves is that none of them fails beside the
+others of its task.
 
 What finds which error, each made by one change in a copy of the sources:
 
@@ -123,7 +123,7 @@ def test_minatar_breakout_is_learned(passes):
 @pytest.mark.parametrize("task", ["catch", "cartpole", "pendulum", "breakout"])
 def test_each_published_run_passes_beside_the_others(task):
     _, ends = published(task)
-    assert len(ends) == 10
+    assert len(ends) == (20 if task == "pendulum" else 10)
     for i, value in enumerate(ends):
         assert value >= lowest_pass(ends[:i] + ends[i + 1 :])
 
