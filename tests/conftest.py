@@ -23,8 +23,10 @@ from typing import Any
 import psutil
 import pytest
 
-# As polybeast.py does, whichever module of the tests imports gRPC first.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# gRPC with the settings of the programs, whichever module of the tests comes first.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # As polybeast.py does.
+with contextlib.suppress(ModuleNotFoundError):  # .venv-classic has none.
+    import core.remote.grpc_settings  # noqa: F401
 
 from core.running import terminal
 from core.running.signals import STOP_SIGNALS

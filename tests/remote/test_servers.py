@@ -1194,6 +1194,23 @@ def test_a_fork_changes_neither_pipes_nor_the_sockets_of_the_server(run_forked):
     assert run_forked(fork_beside_a_socket) == (0, "True True\n")
 
 
+def test_a_child_of_a_process_with_grpc_has_none_of_its_threads(folder):
+    """gRPC's own support for fork restarts them in the child, even before an `exec`.
+
+    `subprocess` then closes their files, and such a thread aborts the child. This ended
+    ffmpeg, which imageio starts so, in 3 of 1,000 cases.
+    """
+    server = env_server.Server(counting_env.make, f"unix:{folder}/s")
+    server.start()
+    try:
+        child = subprocess.Popen(
+            ["true"], preexec_fn=lambda: os._exit(len(os.listdir("/proc/self/task")))
+        )
+        assert child.wait(DEADLINE_S) == 1
+    finally:
+        server.stop()
+
+
 def test_a_server_that_achieves_something_is_restarted_for_ever(start, folder):
     program = start("--env", "tests.fault_env:make_crashing_late", num_servers=1)
     for _ in range(7):
