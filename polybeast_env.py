@@ -34,6 +34,8 @@ if __name__ == "__main__":
     imports.end_at_signals()  # Until the program handles them itself.
     imports.open_closed_streams()
     imports.explain_missing_packages()
+    # Before a package below imports gRPC, which reads its settings only then.
+    import core.remote.grpc_settings  # noqa: F401
 
 import argparse
 import functools

@@ -1211,6 +1211,24 @@ def test_a_child_of_a_process_with_grpc_has_none_of_its_threads(folder):
         server.stop()
 
 
+def test_grpc_has_the_settings_of_a_server_before_a_users_package_imports_it():
+    done = run_python(
+        """
+import importlib.abc, runpy, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "numpy":  # The first import that a user may put another before.
+            print("core.remote.grpc_settings" in sys.modules, "grpc" in sys.modules)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["polybeast_env.py", "--help"]
+runpy.run_module("polybeast_env", run_name="__main__")
+"""
+    )
+    assert done.stdout.startswith("True True\n"), done
+
+
 def test_a_server_that_achieves_something_is_restarted_for_ever(start, folder):
     program = start("--env", "tests.fault_env:make_crashing_late", num_servers=1)
     for _ in range(7):
