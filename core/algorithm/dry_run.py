@@ -13,6 +13,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from core.action_spaces import first_action
 from core.algorithm.distributions import ActionDistribution
@@ -49,8 +50,8 @@ def dry_run(
       RuntimeError: `net` raised an error, which is the cause of this one.
       ConfigError: outputs or recurrent state have another structure, shape or dtype, an
         output has the name of another key of the rollout, `net` writes to its inputs,
-        or weights of `net` cannot be copied or loaded. The message names what was
-        expected and what was returned.
+        or weights of `net` have no shape yet or cannot be copied or loaded. The message
+        names what was expected and what was returned.
     """
     distribution = getattr(net, "distribution", "none")
     if not isinstance(distribution, ActionDistribution):
@@ -59,16 +60,30 @@ def dry_run(
     for name, value in net.state_dict().items():
         if not isinstance(value, torch.Tensor):  # Of `get_extra_state`.
             raise _error(f"{name!r} in its state_dict", "a tensor", value)
+        if is_lazy(value):
+            needed = "a tensor of known shape (nn.Linear instead of nn.LazyLinear)"
+            raise _error(f"{name!r} in its state_dict", needed, "no shape")
     device = next(net.parameters()).device
     taken = {*row_spec(spaces.observation, spaces.action, ()), "policy_version"}
     taken |= {*distribution.columns, "replayed"}
     # A copy: the running statistics must not include the zeros. `to` packs the weights
     # of an LSTM on a GPU again.
-    net = copy.deepcopy(net).to(device)
+    try:
+        net = copy.deepcopy(net).to(device)
+    except (RuntimeError, TypeError) as error:
+        needed = (
+            "modules that copy.deepcopy can copy (parametrizations.weight_norm of "
+            "torch.nn.utils instead of its weight_norm)"
+        )
+        raise _error("__init__", needed, " ".join(str(error).split())) from error
     _check_copies(net)
     has_frozen = not all(p.requires_grad for p in net.parameters())
     for T, B in SIZES:
         state = _initial_state(net, B, device)
+        for i, tensor in enumerate(state if stores_all else ()):
+            if tensor.is_complex():
+                needed = "real numbers (torch.view_as_real of complex ones)"
+                raise _error(f"initial_state({B})[{i}]", needed, tensor)
         rows = zero_rows(spaces, T, B)
         rows["done"][1:2, 0] = True
         rows = map_nest(lambda x: x.to(device), rows)

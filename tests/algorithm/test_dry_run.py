@@ -110,6 +110,15 @@ def with_buffer(buffer):
     return Buffered
 
 
+def with_head(make):
+    class OtherHead(Tiny):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.heads = make()
+
+    return OtherHead
+
+
 class ScalesInPlace(Tiny):
     def forward(self, rows, core_state=()):
         x = rows["observation"].float()  # The same tensor, if it has this dtype.
@@ -126,6 +135,16 @@ WRONG = {
         DropsEncoder,
         "load_state_dict expected the network's own state_dict, got Error(s) in "
         'loading state_dict for DropsEncoder: Missing key(s) in state_dict: "encoder.b',
+    ),
+    "lazy layer": (
+        with_head(lambda: nn.LazyLinear(A + 1)),
+        "'heads.weight' in its state_dict expected a tensor of known shape (nn.Linear "
+        "instead of nn.LazyLinear), got no shape",
+    ),
+    "old weight norm": (
+        with_head(lambda: nn.utils.weight_norm(nn.Linear(11, A + 1))),
+        "__init__ expected modules that copy.deepcopy can copy (parametrizations."
+        "weight_norm of torch.nn.utils instead of its weight_norm), got Only Tensors",
     ),
     "sparse buffer": (
         with_buffer(torch.eye(3).to_sparse()),
@@ -212,6 +231,7 @@ WRONG = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("make, said", WRONG.values(), ids=WRONG)
 def test_a_wrong_network_is_refused_with_what_was_expected_and_what_came(make, said):
     with pytest.raises(ConfigError) as error:
@@ -258,6 +278,20 @@ def test_an_output_that_no_rollout_can_hold_is_named(make, got):
     assert str(error.value) == (
         "the network: forward's 'aux', of 1 rows of 1 environments, expected a tensor "
         f"[1,1,...] of a numpy dtype, got {got}"
+    )
+
+
+def test_a_complex_recurrent_state_is_for_monobeast_only():
+    class Complex(Tiny):
+        def initial_state(self, B):
+            return (torch.zeros(1, B, 5, dtype=torch.complex64),)
+
+    dry_run(Complex(), SPACES, OUTPUTS)
+    with pytest.raises(ConfigError) as error:
+        dry_run(Complex(), SPACES, OUTPUTS, stores_all=True)
+    assert str(error.value) == (
+        "the network: initial_state(1)[0] expected real numbers (torch.view_as_real of "
+        "complex ones), got complex64[1,1,5]"
     )
 
 
