@@ -6,6 +6,7 @@ import contextlib
 import errno
 import faulthandler
 import os
+import select
 import signal
 import sys
 import traceback
@@ -69,6 +70,13 @@ def _run(
                 return int(test(flags))
             except KeyboardInterrupt:  # Its environments are closed now.
                 return 128 + signal.SIGINT
+            except BrokenPipeError:
+                if not _has_no_reader(1):
+                    raise
+                # Otherwise Python would write the rest at its end, and fail again.
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), 1)
+                return 128 + signal.SIGPIPE  # As of other programs before `| head`.
         except LearnerLost as error:
             return say(error, error.status)
         except UsageError as error:
@@ -90,6 +98,13 @@ def _run(
                 return int(Exit.CONFIG)
             traceback.print_exc()
             return int(Exit.INTERNAL)
+
+
+def _has_no_reader(fd: int) -> bool:
+    """Say whether the reader of a pipe has closed it."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def say(error: Exception, status: Exit) -> int:

@@ -6,6 +6,7 @@ import csv
 import functools
 import json
 import math
+import os
 import signal
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import monobeast
 from core.environments.stepping import Environments, env_seed
 from core.environments.toys import Catch
-from core.errors import ConfigError
+from core.errors import ConfigError, Exit
 from core.running import evaluation
 from core.running.evaluation import Game
 from tests import counting_env
@@ -234,6 +235,29 @@ def test_ctrl_c_ends_a_test_without_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *args: None)  # It stays as it is.
     assert monobeast.main([]) == 128 + signal.SIGINT
     assert "Traceback" not in capsys.readouterr().err
+
+
+def print_to(reader_is_there: bool) -> int:
+    """Be a test whose output goes to a pipe; print its first game, and fail."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    if not reader_is_there:
+        os.close(reader)
+
+    def print_game(*args, **kwargs):
+        print("Game 1", flush=True)
+        raise BrokenPipeError("of an environment")
+
+    evaluation.test_run = print_game
+    monobeast.parse_flags = lambda argv: argparse.Namespace(mode="test", savedir="")
+    return monobeast.main([])
+
+
+def test_a_test_ends_quietly_when_nobody_reads_its_output(run_forked):
+    assert run_forked(print_to, False) == (128 + signal.SIGPIPE, "")
+    status, said = run_forked(print_to, True)
+    assert status == Exit.INTERNAL
+    assert said.endswith("BrokenPipeError: of an environment\n")
 
 
 # ----------------------------------------------------------------------------- videos
