@@ -35,6 +35,10 @@ EPSILON = 1e-8  # Added to the variance, which may be 0.
 # and their rows are similar.
 RATE = 0.01
 MIN_STD, MAX_STD = 1e-4, 1e6  # Bounds of Hessel et al. 2018.
+# Another lower bound, relative to the mean. When a policy has solved its task, targets
+# are almost equal. Divided by their standard deviation, differences without any meaning
+# would be as large as others, and would change the policy until it fails.
+MIN_RELATIVE_STD = 0.01
 
 
 def normalized(flags: argparse.Namespace) -> list[str]:
@@ -211,7 +215,8 @@ class PopArt(nn.Linear):
     @property
     def std(self) -> torch.Tensor:
         """Standard deviation of the targets, within its bounds: [out_features]."""
-        return self.var.sqrt().clamp(MIN_STD, MAX_STD)
+        least = (MIN_RELATIVE_STD * self.mean.abs()).clamp(MIN_STD, MAX_STD)
+        return torch.maximum(self.var.sqrt(), least).clamp(max=MAX_STD)
 
     @property
     def scale(self) -> torch.Tensor:

@@ -15,6 +15,7 @@ from core.algorithm.distributions import ActionDistribution
 from core.algorithm.dry_run import dry_run, zero_rows
 from core.algorithm.normalization import (
     MAX_STD,
+    MIN_RELATIVE_STD,
     MIN_STD,
     RATE,
     InputNorm,
@@ -329,7 +330,7 @@ def test_outputs_stay_while_the_scale_changes_a_thousandfold():
     x = torch.randn(7, 3, 13)
     layer.learn(mean=40.0, var=25.0)
     before = layer(x)
-    for mean, std in ((40.0, 5000.0), (-3.0, 5.0), (70.0, 0.005), (40.0, 5.0)):
+    for mean, std in ((40.0, 5000.0), (-3.0, 5.0), (32.0, 0.5), (40.0, 5.0)):
         layer.updates.zero_()  # As the first: the statistics become these at once.
         layer.learn(mean, std**2)
         assert layer.mean.item() == mean and layer.std.item() == pytest.approx(std)
@@ -367,13 +368,20 @@ def test_targets_of_the_first_batches_weigh_the_same_and_later_ones_fade():
     assert layer.std.item() == pytest.approx((square - mean**2) ** 0.5)
 
 
-@pytest.mark.parametrize("var, bound", [(0.0, MIN_STD), (1e30, MAX_STD)])
-def test_the_deviation_has_bounds_and_outputs_stay_at_them(var, bound):
+@pytest.mark.parametrize(
+    "mean, var, bound",
+    [
+        (0.0, 0.0, MIN_STD),
+        (0.0, 1e30, MAX_STD),
+        (-700.0, 1.0, 700 * MIN_RELATIVE_STD),
+    ],
+)
+def test_the_deviation_has_bounds_and_outputs_stay_at_them(mean, var, bound):
     layer, x = PopArt(5), torch.ones(1, 5)
     before = layer(x).item()
-    layer.learn(0.0, var)
+    layer.learn(mean, var)
     assert layer.std.item() == bound
-    assert layer(x).item() == pytest.approx(before, rel=1e-5)
+    assert layer(x).item() == pytest.approx(before, rel=1e-5, abs=1e-6 * abs(mean))
 
 
 def targets_of(values, batch, **options):
