@@ -75,6 +75,7 @@ from core.running.compute import explain_out_of_memory, set_torch_threads
 from core.running.machine import keep_freed_memory
 from core.running.precision import settle_precision, to_bfloat16
 from core.running.program import run_program
+from core.running.randomness import keep_torch, undo_seeding
 from core.running.run import Run, run_folder
 from core.running.signals import StopSignal
 from core.running.supervise import (
@@ -306,6 +307,7 @@ class Actor:
         self,
         flags: argparse.Namespace,
         net: Net,
+        spaces: Spaces,
         buffers: RolloutBuffers,
         *,
         actor_id: int,
@@ -316,6 +318,7 @@ class Actor:
         """Create the environments.
 
         Args:
+          spaces: what `net` and the buffers are for.
           incarnation: another number at each start of this actor's process. Together
             with `actor_id` it seeds the environments.
           fetch: brings the newest weights into `net` and returns their version.
@@ -325,20 +328,22 @@ class Actor:
             kills an actor that takes too long.
         """
         E = flags.envs_per_actor
-        self.envs = stepping.Environments(
-            lambda: create_env(flags),
-            E,
-            seed=flags.seed,
-            first_env_id=actor_id * E,
-            incarnation=incarnation,
-            info_keys=flags.info_keys,
-            seed_every_game=flags.serial,
-            max_actions=serial.MAX_ACTIONS // (flags.num_actors * E),
-            recycle_games=flags.recycle_games,
-            clock=clock,
-        )
+        with keep_torch():
+            self.envs = stepping.Environments(
+                lambda: create_env(flags),
+                E,
+                seed=flags.seed,
+                first_env_id=actor_id * E,
+                incarnation=incarnation,
+                info_keys=flags.info_keys,
+                seed_every_game=flags.serial,
+                max_actions=serial.MAX_ACTIONS // (flags.num_actors * E),
+                recycle_games=flags.recycle_games,
+                clock=clock,
+            )
+        own = Spaces(self.envs.observation_space, self.envs.action_space)
+        prepare.check_same_spaces(spaces, own)
         self.net = net
-        spaces = Spaces(self.envs.observation_space, self.envs.action_space)
         self.agent_keys = (*net_outputs(spaces), *net.distribution.columns)
         self.state = net.initial_state(E)
         self.buffers = buffers
@@ -374,8 +379,9 @@ class Actor:
             for key in self.agent_keys:
                 map_nest(copy_output, row[key], outputs[key])
             row["policy_version"][...] = version
-            began = time.monotonic()
+            began, seed = time.monotonic(), torch.initial_seed()
             self.envs.step(row["action"], row)
+            undo_seeding(seed)
             self._clock[0] = time.monotonic()
             env_s += self._clock[0] - began
         self._clock[0] = 0.0
@@ -386,7 +392,8 @@ class Actor:
         for key in (*self.agent_keys, "policy_version"):
             # No action led to the first row; the loss ignores it.
             map_nest(lambda x: x.fill(0), row[key])
-        self.envs.reset(row)
+        with keep_torch():
+            self.envs.reset(row)
         self.started = True
 
 
@@ -424,6 +431,7 @@ def act(
     actor = Actor(
         flags,
         net,
+        spaces,
         process.buffers,
         actor_id=process.actor_id,
         incarnation=process.incarnation,
@@ -516,7 +524,7 @@ def train(flags: argparse.Namespace) -> Exit:
         first = serial.first_incarnation(run) if flags.serial else run.first_incarnation
         run.record(options, first_env_seeds=prepare.first_env_seeds(flags, first))
         if flags.serial:
-            train_serial(run, buffers)
+            train_serial(run, spaces, buffers)
         else:
             with run.open():
                 train_async(run, spaces, buffers)
@@ -561,7 +569,7 @@ def train_async(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     run.check_ledger(*actors.rows())
 
 
-def train_serial(run: Run, buffers: RolloutBuffers) -> None:
+def train_serial(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
     """Train in this thread alone: the actors act one after another, then an update.
 
     The rollouts of update u come from actors u*n, u*n + 1, ... (modulo their number).
@@ -578,6 +586,7 @@ def train_serial(run: Run, buffers: RolloutBuffers) -> None:
         Actor,
         flags,
         learner.net,
+        spaces,
         buffers,
         incarnation=serial.first_incarnation(run),
         fetch=lambda: learner.updates,

@@ -3,6 +3,7 @@
 
 import enum
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -68,10 +69,15 @@ class EnvSpecError(ValueError):
 
 
 def leave(status: int) -> NoReturn:
-    """End this program with `status`, also while other threads still run.
+    """End this program with `status`, also while threads or children still run.
 
-    sys.exit would wait until the last thread has ended that is not a daemon.
+    sys.exit would wait until the last thread has ended that is not a daemon, and the
+    last process of multiprocessing, such as an environment's.
     """
+    for child in multiprocessing.active_children():
+        if not child.daemon:  # Python ends those.
+            print(f"Killed at the end: {child.name}, {child.pid}", file=sys.stderr)
+            child.kill()
     deadline = time.monotonic() + LEAVE_S
     main = threading.main_thread()
     threads = [t for t in threading.enumerate() if not t.daemon and t is not main]

@@ -181,6 +181,27 @@ class LeakingEnv(FaultEnv):
         return observation, reward, self._steps % 3 == 0, False, {}
 
 
+class ChangesTorch(FaultEnv):
+    """Games of 5 steps. Seeds torch at each reset, and changes its defaults before."""
+
+    def __init__(self) -> None:
+        import torch
+
+        super().__init__(lambda: None, at_step=0)
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        self._seed = torch.manual_seed
+
+    def reset(self, *, seed=None, options=None):
+        self._seed(3)
+        self._steps = 0
+        return super().reset()
+
+    def step(self, action):
+        observation, reward, _, truncated, info = super().step(action)
+        return observation, reward, self._steps == 5, truncated, info
+
+
 class Forking(FaultEnv):
     """Steps in a process that it forks, as environments of multiprocessing do."""
 

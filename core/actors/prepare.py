@@ -13,10 +13,11 @@ import numpy as np
 from core.action_spaces import check_spaces
 from core.actors import shared_memory
 from core.environments.stepping import Environments, env_seed
-from core.errors import ConfigError, MakeError
+from core.errors import ConfigError, EnvSpecError, MakeError
 from core.nests import ArraySpec, Nest
-from core.rollout import Spaces, row_spec
+from core.rollout import Spaces, row_spec, text_of
 from core.running.machine import check_resources
+from core.running.randomness import keep_torch
 from core.running.unit import limit_calls
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def read_env(
     Raises:
       ConfigError: there is no such environment, or no policy fits its spaces.
     """
-    with limit_calls(limit_s) as clock:
+    with limit_calls(limit_s) as clock, keep_torch():
         try:
             envs = Environments(create_env, 1, seed=0, clock=clock)
         except MakeError as error:
@@ -48,6 +49,22 @@ def read_env(
             check_spaces(envs.observation_space, envs.action_space)
             spaces = Spaces(envs.observation_space, envs.action_space)
             return spaces, env_options(envs.envs[0])
+
+
+def check_same_spaces(expected: Spaces, got: Spaces) -> None:
+    """Raise EnvSpecError if an actor's environments have other spaces than the first.
+
+    Args:
+      expected: of the environment of `read_env`, for which network and buffers are.
+    """
+    for name in ("observation", "action"):
+        first, own = getattr(expected, name), getattr(got, name)
+        if own != first:
+            raise EnvSpecError(
+                f"expected the {name} space {text_of(first)} of the environment that "
+                f"the program made first, got {text_of(own)}. create_env must give the "
+                "same spaces in each process"
+            )
 
 
 def rollout_specs(

@@ -80,6 +80,7 @@ def open_run(
             # They take turns with the clock.
             actors.append(create_actor(actor_id=i, clock=clocks[:1]))
             stack.enter_context(contextlib.closing(actors[-1].envs))
+        run.stop.renew()
         if is_alone:
             number = first_incarnation(run)
             run.extra_state = lambda: actors_state(actors, number)

@@ -119,6 +119,11 @@ def dry_run(
         for i, (old, new) in enumerate(zip(state, after)):
             where = f"forward's core_state[{i}] must be as initial_state's:"
             _check(where, _describe(old), new)
+            for name, x in leaves(rows):
+                if new.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                    # Actors write the next rows there.
+                    where = f"forward's core_state[{i}]"
+                    raise _error(where, "a copy (.clone())", f"a view of rows' {name}")
         _backward([got[name] for name in outputs if got[name].requires_grad])
 
 
@@ -136,11 +141,13 @@ def _check_copies(net: nn.Module) -> None:
     """Copy and load each tensor of `net`, as checkpoints and actors do.
 
     Raises:
-      ConfigError: one is sparse, or its elements share their memory (`expand`), or
-        safetensors does not have its dtype; or `net` cannot load its own state_dict, so
-        that no run could resume.
+      ConfigError: one is a copy, or sparse, or has NaN, or its elements share their
+        memory (`expand`), or safetensors does not have its dtype; or `net` cannot load
+        its own state_dict, so that no run could resume.
     """
+    again = net.state_dict()
     for name, x in net.state_dict().items():
+        where = f"{name!r} in its state_dict"
         try:
             x.copy_(x.to("cpu", copy=True).contiguous())
             safetensors.torch.save({name: torch.empty(0, dtype=x.dtype)})
@@ -149,7 +156,12 @@ def _check_copies(net: nn.Module) -> None:
                 "a tensor that can be copied (.to_dense(), .clone()) and saved (not "
                 "complex128)"
             )
-            raise _error(f"{name!r} in its state_dict", needed, x) from error
+            raise _error(where, needed, x) from error
+        if x.data_ptr() != again[name].data_ptr():
+            needed = "the tensor itself, into which actors copy each new value"
+            raise _error(where, needed, "a copy")
+        if x.is_floating_point() and x.float().isnan().any():
+            raise _error(where, "numbers (a checkpoint may have no NaN)", "NaN")
     try:
         net.load_state_dict(net.state_dict())
     except Exception as error:  # Of the network's own load_state_dict, perhaps.
@@ -231,9 +243,15 @@ def dry_run_loss(learner: Learner, spaces: Spaces) -> None:
 
 @contextlib.contextmanager
 def _refuse_writes(rows: Mapping[str, Nest], who: str) -> Iterator[None]:
-    """Raise ConfigError if the block writes to a tensor of `rows`."""
+    """Raise ConfigError if the block writes to `rows` or to a tensor in it."""
     versions = [(name, x, x._version) for name, x in leaves(rows)]
     yield
+    now = dict(leaves(rows))
+    if changed := [name for name, x, _ in versions if now.get(name) is not x]:
+        raise ConfigError(
+            f"{who} assigns to its input {changed[0]!r}, which others read later: "
+            "expected a new dict (rows = {**rows, 'reward': ...})"
+        )
     for name, x, version in versions:
         if x._version != version:
             raise ConfigError(

@@ -25,7 +25,7 @@ from core.errors import ConfigError, EnvError, MakeError
 from core.nests import Nest, map_nest
 from core.rollout import NET_INPUTS, Spaces
 from core.running import checkpoint, common_flags, dashboard, folder
-from core.running.randomness import seed_rng
+from core.running.randomness import keep_torch, seed_rng, undo_seeding
 from core.running.resume import name_changed_flags
 from core.running.unit import limit_calls
 
@@ -73,7 +73,8 @@ def play(
     """
     assert len(envs.envs) == 1, len(envs.envs)
     row = envs.zero_rows()
-    envs.reset(row)
+    with keep_torch():
+        envs.reset(row)
     for number in range(num_games):
         lives: list[float] = []
         with contextlib.ExitStack() as stack:
@@ -86,7 +87,9 @@ def play(
                         add_frame = stack.enter_context(_video(path, envs.envs[0]))
                     add_frame(picture)
                 actions, state = policy(row, state)
+                seed = torch.initial_seed()
                 envs.step(actions, row)
+                undo_seeding(seed)
                 ended = not math.isnan(row["info"]["game_return"][0])
                 if row["truncated"][0] or row["done"][0]:
                     lives.append(float(row["episode_return"][0]))
@@ -96,7 +99,9 @@ def play(
         yield Game(float(info["game_return"][0]), int(info["game_step"][0]), lives)
         if row["truncated"][0]:  # The next step executes no action; it resets.
             actions, state = policy(row, state)
+            seed = torch.initial_seed()
             envs.step(actions, row)
+            undo_seeding(seed)
 
 
 def _draw(envs: Environments) -> np.ndarray:
@@ -241,10 +246,10 @@ def test_run(
     seed_rng(seed)
     limit = limit_calls(flags.env_step_timeout_s, at_terminal=False)
     with limit as clock, contextlib.ExitStack() as stack:
+        options = {"seed": seed, "seed_every_game": True, "clock": clock}
         try:
-            envs = create_envs(
-                render_mode=render_mode, seed=seed, seed_every_game=True, clock=clock
-            )
+            with keep_torch():
+                envs = create_envs(render_mode=render_mode, **options)
         except MakeError as error:
             raise ConfigError(str(error)) from error
         stack.enter_context(contextlib.closing(envs))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seed, save and restore the random number generators of torch, numpy and Python."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,33 @@ def seed_rng(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@contextlib.contextmanager
+def keep_torch() -> Iterator[None]:
+    """Undo what an environment that is made in the block changes for all of torch."""
+    seed = torch.initial_seed()
+    dtype, has_gradient = torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(has_gradient)
+        undo_seeding(seed)
+
+
+def undo_seeding(seed: int) -> None:
+    """If an environment has seeded torch, seed it anew.
+
+    The policy draws its actions with the same generator. An environment that seeds it
+    at each reset would see the same actions in each game.
+
+    Args:
+      seed: `torch.initial_seed()` before the call of the environment.
+    """
+    if torch.initial_seed() != seed:
+        # The CPU's generator has 32 bits. These constants go through all of them.
+        torch.manual_seed((1664525 * seed + 1013904223) % 2**32)
 
 
 def rng_state() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -118,6 +118,11 @@ class StopSignal:
                 self._old[signum] = signal.signal(signum, self._handle)
         return self
 
+    def renew(self) -> None:
+        """Take the signals again that an environment has taken since."""
+        for signum in self._old:
+            signal.signal(signum, self._handle)
+
     def __exit__(self, *exc_info: object) -> None:
         for signum, handler in self._old.items():
             is_end = handler == signal.SIG_DFL

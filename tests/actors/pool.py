@@ -40,6 +40,7 @@ def make_actor(
     return monobeast.Actor(
         flags,
         net,
+        spaces,
         prepare.create_buffers(flags, spaces, net, outputs),
         actor_id=0,
         incarnation=0,

@@ -4,6 +4,7 @@
 import contextlib
 import json
 import random
+import signal
 import types
 
 import numpy as np
@@ -15,6 +16,7 @@ from core.environments.toys import Catch
 from core.errors import ConfigError
 from core.nests import leaves
 from core.running.randomness import rng_state
+from core.running.signals import StopSignal
 from tests.actors.pool import E, T, make_actor, make_flags
 
 
@@ -88,8 +90,25 @@ def test_environments_that_draw_numbers_when_made_do_not_change_a_resumed_run():
     run = types.SimpleNamespace(
         flags=flags, found=found, open=contextlib.nullcontext, log=lambda stats: None
     )
+    run.stop = StopSignal()
     with serial.open_run(run, lambda **_: make_actor(flags)):
         now = rng_state()
     assert now[0] == rng
     for (name, ours), (_, theirs) in zip(leaves(now[1]), leaves(rng_tensors)):
         assert torch.equal(ours, theirs), name
+
+
+def test_a_signal_stops_a_run_whose_environments_take_signals():
+    flags = make_flags("Catch", "--serial", "--num_actors", "1")
+    with StopSignal() as stop:
+        run = types.SimpleNamespace(flags=flags, stop=stop, found=None)
+        run.open, run.log = contextlib.nullcontext, lambda stats: None
+        run.learner = types.SimpleNamespace(updates=0)
+
+        def create_actor(**_):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            return make_actor(flags)
+
+        with serial.open_run(run, create_actor):
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.received is signal.SIGTERM

@@ -119,6 +119,27 @@ def with_head(make):
     return OtherHead
 
 
+class SeesLast(Tiny):
+    def initial_state(self, B):
+        return (torch.zeros(1, B, 11),)
+
+    def forward(self, rows, core_state=()):
+        outputs, _ = super().forward(rows)
+        return outputs, (rows["observation"][-1:],)
+
+
+class CopiesWeights(Tiny):
+    def state_dict(self, *args, **options):
+        weights = super().state_dict(*args, **options)
+        return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+class ClipsRewards(Tiny):
+    def forward(self, rows, core_state=()):
+        rows["reward"] = rows["reward"].clamp(-1, 1)
+        return super().forward(rows, core_state)
+
+
 class ScalesInPlace(Tiny):
     def forward(self, rows, core_state=()):
         x = rows["observation"].float()  # The same tensor, if it has this dtype.
@@ -145,6 +166,24 @@ WRONG = {
         with_head(lambda: nn.utils.weight_norm(nn.Linear(11, A + 1))),
         "__init__ expected modules that copy.deepcopy can copy (parametrizations."
         "weight_norm of torch.nn.utils instead of its weight_norm), got Only Tensors",
+    ),
+    "view as state": (
+        SeesLast,
+        "forward's core_state[0] expected a copy (.clone()), got a view of rows' obs",
+    ),
+    "copied weights": (
+        CopiesWeights,
+        "'heads.weight' in its state_dict expected the tensor itself, into which "
+        "actors copy each new value, got a copy",
+    ),
+    "NaN in a buffer": (
+        with_buffer(torch.full((3,), torch.nan)),
+        "'graph' in its state_dict expected numbers (a checkpoint may have no NaN), "
+        "got NaN",
+    ),
+    "assigned input": (
+        ClipsRewards,
+        "the network: forward assigns to its input 'reward', which others read later",
     ),
     "sparse buffer": (
         with_buffer(torch.eye(3).to_sparse()),

@@ -11,6 +11,7 @@ import signal
 
 import numpy as np
 import pytest
+import torch
 
 import monobeast
 from core.environments.stepping import Environments, env_seed
@@ -18,7 +19,8 @@ from core.environments.toys import Catch
 from core.errors import ConfigError, Exit
 from core.running import evaluation
 from core.running.evaluation import Game
-from tests import counting_env
+from core.running.randomness import keep_torch
+from tests import counting_env, fault_env
 from tests.counting_env import LIVES, NESTED, TRUNCATING, Place
 
 SEED, NUM_GAMES = 11, 7
@@ -235,6 +237,20 @@ def test_ctrl_c_ends_a_test_without_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *args: None)  # It stays as it is.
     assert monobeast.main([]) == 128 + signal.SIGINT
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_environment_that_seeds_torch_does_not_choose_the_actions():
+    actions = []
+
+    def policy(row, state):
+        actions.append(int(torch.randint(9**9, ())))
+        return np.zeros(1, np.int64), state
+
+    with keep_torch():
+        envs = Environments(fault_env.ChangesTorch, 1, seed=SEED)
+    games = list(evaluation.play(envs, policy, 0, num_games=3))
+    assert [game.steps for game in games] == [5, 5, 5]
+    assert len(set(actions)) == len(actions)
 
 
 def print_to(reader_is_there: bool) -> int:

@@ -329,6 +329,25 @@ def test_a_program_leaves_a_thread_that_still_runs_and_names_it(ends):
     assert result.stderr == ("" if ends else said)
 
 
+def test_a_program_kills_a_process_of_an_environment_that_still_runs():
+    """Otherwise Python would wait for it, deaf to signals."""
+    result = run_python(
+        """
+        import multiprocessing, time
+        from core.errors import leave
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=time.sleep, args=(10**6,), name="simulator")
+        process.start()
+        print(process.pid)
+        leave(75)
+        """
+    )
+    assert result.returncode == 75, result.stderr
+    pid = int(result.stdout)
+    assert result.stderr == f"Killed at the end: simulator, {pid}\n"
+    assert not psutil.pid_exists(pid)
+
+
 def test_a_main_program_from_standard_input_is_refused_in_one_line(tmp_path):
     script = "from core.running.supervise import check_main_file; check_main_file()"
     (tmp_path / "script.py").write_text(script)

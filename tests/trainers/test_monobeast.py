@@ -21,8 +21,9 @@ from core.algorithm.replay import create_replay
 from core.algorithm.update import Learner
 from core.environments.stepping import env_seed
 from core.environments.toys import Catch
-from core.errors import ConfigError, Exit
+from core.errors import ConfigError, EnvSpecError, Exit
 from core.nests import ArraySpec, map_nest
+from core.rollout import Spaces
 from core.running.compute import explain_out_of_memory
 from tests.actors.pool import E, Pool, T, make_actor, make_flags
 from tools.runs import log_rows
@@ -42,6 +43,41 @@ def test_serial_and_asynchronous_actors_write_the_same_rollout():
     actor.unroll(0)
     theirs = actor.buffers.rollout(0)
     map_nest(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_an_environment_that_seeds_torch_does_not_choose_the_actions():
+    """They were the same in each game."""
+    flags = make_flags("tests.fault_env:ChangesTorch", "--unroll_length", "60")
+    actor = make_actor(flags)
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    actor.unroll(0)
+    rollout = actor.buffers.rollout(0)
+    ends = np.flatnonzero(rollout["done"][1:, 0]) + 1
+    games = np.split(rollout["last_action"][1:, 0], ends)
+    assert {len(game) for game in games[:-1]} == {5} and len(games) > 9
+    assert len({game.tobytes() for game in games[:-1]}) > 1
+
+
+def test_environments_of_an_actor_have_the_spaces_that_the_network_is_for():
+    flags = make_flags("Catch")
+    spaces = monobeast.read_env(flags)[0]
+    actions = gym.spaces.Discrete(spaces.action.n + 1)
+    other = Spaces(spaces.observation, actions)
+    with pytest.raises(EnvSpecError) as error:
+        monobeast.Actor(
+            flags,
+            monobeast.create_net(flags, other),
+            other,
+            make_actor(flags).buffers,
+            actor_id=0,
+            incarnation=0,
+            fetch=lambda: 0,
+            clock=np.zeros(1),
+        )
+    assert str(error.value).startswith(
+        f"expected the action space {actions} of the environment that the program made "
+        f"first, got {spaces.action}. "
+    )
 
 
 def test_an_output_that_net_outputs_declares_is_in_the_rollout(monkeypatch):
