@@ -20,6 +20,7 @@ For your own environment edit create_env. Needs grpcio, numpy, gymnasium and the
 packages of the environment; needs neither torch nor a compiler.
 """
 
+import contextlib
 import os
 import signal
 
@@ -35,7 +36,8 @@ if __name__ == "__main__":
     imports.open_closed_streams()
     imports.explain_missing_packages()
     # Before a package below imports gRPC, which reads its settings only then.
-    import core.remote.grpc_settings  # noqa: F401
+    with contextlib.suppress(ModuleNotFoundError):
+        import core.remote.grpc_settings  # noqa: F401
 
 import argparse
 import functools

@@ -57,25 +57,10 @@ def dry_run(
     if not isinstance(distribution, ActionDistribution):
         needed = "self.distribution = ActionDistribution(action_space)"
         raise _error("__init__", needed, distribution)
-    for name, value in net.state_dict().items():
-        if not isinstance(value, torch.Tensor):  # Of `get_extra_state`.
-            raise _error(f"{name!r} in its state_dict", "a tensor", value)
-        if is_lazy(value):
-            needed = "a tensor of known shape (nn.Linear instead of nn.LazyLinear)"
-            raise _error(f"{name!r} in its state_dict", needed, "no shape")
     device = next(net.parameters()).device
     taken = {*row_spec(spaces.observation, spaces.action, ()), "policy_version"}
     taken |= {*distribution.columns, "replayed"}
-    # A copy: the running statistics must not include the zeros. `to` packs the weights
-    # of an LSTM on a GPU again.
-    try:
-        net = copy.deepcopy(net).to(device)
-    except (RuntimeError, TypeError) as error:
-        needed = (
-            "modules that copy.deepcopy can copy (parametrizations.weight_norm of "
-            "torch.nn.utils instead of its weight_norm)"
-        )
-        raise _error("__init__", needed, " ".join(str(error).split())) from error
+    net = _copy(net, device)
     _check_copies(net)
     has_frozen = not all(p.requires_grad for p in net.parameters())
     for T, B in SIZES:
@@ -119,12 +104,34 @@ def dry_run(
         for i, (old, new) in enumerate(zip(state, after)):
             where = f"forward's core_state[{i}] must be as initial_state's:"
             _check(where, _describe(old), new)
-            for name, x in leaves(rows):
-                if new.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-                    # Actors write the next rows there.
-                    where = f"forward's core_state[{i}]"
-                    raise _error(where, "a copy (.clone())", f"a view of rows' {name}")
+            _check_storage(f"forward's core_state[{i}]", new, rows)
         _backward([got[name] for name in outputs if got[name].requires_grad])
+
+
+def _copy(net: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy: the running statistics of `net` must not include the zeros."""
+    for name, value in net.state_dict().items():
+        if not isinstance(value, torch.Tensor):  # Of `get_extra_state`.
+            raise _error(f"{name!r} in its state_dict", "a tensor", value)
+        if is_lazy(value):
+            needed = "a tensor of known shape (nn.Linear instead of nn.LazyLinear)"
+            raise _error(f"{name!r} in its state_dict", needed, "no shape")
+    try:
+        return copy.deepcopy(net).to(device)  # Packs an LSTM's weights on a GPU again.
+    except (RuntimeError, TypeError) as error:
+        needed = (
+            "modules that copy.deepcopy can copy (parametrizations.weight_norm of "
+            "torch.nn.utils instead of its weight_norm)"
+        )
+        raise _error("__init__", needed, " ".join(str(error).split())) from error
+
+
+def _check_storage(where: str, tensor: torch.Tensor, rows: Nest) -> None:
+    """Raise ConfigError if a recurrent state is in rows, which actors write anew."""
+    place = tensor.untyped_storage().data_ptr()
+    for name, x in leaves(rows):
+        if place and x.untyped_storage().data_ptr() == place:  # 0: has no elements.
+            raise _error(where, "a copy (.clone())", f"a view of rows' {name}")
 
 
 def _backward(outputs: Sequence[torch.Tensor]) -> None:
