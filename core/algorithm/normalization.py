@@ -37,7 +37,7 @@ RATE = 0.01
 MIN_STD, MAX_STD = 1e-4, 1e6  # Bounds of Hessel et al. 2018.
 # Another lower bound, relative to the mean. When a policy has solved its task, targets
 # are almost equal. Divided by their standard deviation, differences without any meaning
-# would be as large as others, and would change the policy until it fails.
+# would be as large as others, and could change the policy until it fails.
 MIN_RELATIVE_STD = 0.001
 
 

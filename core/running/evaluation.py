@@ -25,7 +25,7 @@ from core.errors import ConfigError, EnvError, MakeError
 from core.nests import Nest, map_nest
 from core.rollout import NET_INPUTS, Spaces
 from core.running import checkpoint, common_flags, dashboard, folder
-from core.running.randomness import keep_torch, seed_rng, undo_seeding
+from core.running.randomness import keep_torch, seed_rng
 from core.running.resume import name_changed_flags
 from core.running.unit import limit_calls
 
@@ -87,9 +87,8 @@ def play(
                         add_frame = stack.enter_context(_video(path, envs.envs[0]))
                     add_frame(picture)
                 actions, state = policy(row, state)
-                seed = torch.initial_seed()
-                envs.step(actions, row)
-                undo_seeding(seed)
+                with keep_torch():
+                    envs.step(actions, row)
                 ended = not math.isnan(row["info"]["game_return"][0])
                 if row["truncated"][0] or row["done"][0]:
                     lives.append(float(row["episode_return"][0]))
@@ -99,9 +98,8 @@ def play(
         yield Game(float(info["game_return"][0]), int(info["game_step"][0]), lives)
         if row["truncated"][0]:  # The next step executes no action; it resets.
             actions, state = policy(row, state)
-            seed = torch.initial_seed()
-            envs.step(actions, row)
-            undo_seeding(seed)
+            with keep_torch():
+                envs.step(actions, row)
 
 
 def _draw(envs: Environments) -> np.ndarray:

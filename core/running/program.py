@@ -104,7 +104,8 @@ def _has_no_reader(fd: int) -> bool:
     """Say whether the reader of a pipe has closed it."""
     poll = select.poll()
     poll.register(fd, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    gone = select.POLLERR | select.POLLHUP  # Linux has the first, macOS the second.
+    return any(event & gone for _, event in poll.poll(0))
 
 
 def say(error: Exception, status: Exit) -> int:

@@ -23,7 +23,7 @@ def seed_rng(seed: int) -> None:
 
 @contextlib.contextmanager
 def keep_torch() -> Iterator[None]:
-    """Undo what an environment that is made in the block changes for all of torch."""
+    """Undo what an environment changes for all of torch in the block."""
     seed = torch.initial_seed()
     dtype, has_gradient = torch.get_default_dtype(), torch.is_grad_enabled()
     try:

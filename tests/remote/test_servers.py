@@ -1197,8 +1197,8 @@ def test_a_fork_changes_neither_pipes_nor_the_sockets_of_the_server(run_forked):
 def test_a_child_of_a_process_with_grpc_has_none_of_its_threads(folder):
     """gRPC's own support for fork restarts them in the child, even before an `exec`.
 
-    `subprocess` then closes their files, and such a thread aborts the child. This ended
-    ffmpeg, which imageio starts so, in 3 of 1,000 cases.
+    `subprocess` then closes their files, and such a thread may abort the child, as it
+    did with ffmpeg, which imageio starts with a preexec_fn.
     """
     server = env_server.Server(counting_env.make, f"unix:{folder}/s")
     server.start()
