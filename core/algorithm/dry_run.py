@@ -271,6 +271,8 @@ def _refuse_writes(rows: Mapping[str, Nest], who: str) -> Iterator[None]:
 def _initial_state(
     net: Any, num_envs: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
+    if not hasattr(net, "initial_state"):
+        raise _error("Net", "a method initial_state (docs/how-it-works.md)", "none")
     state = net.initial_state(num_envs)
     if not isinstance(state, tuple):
         raise _error("initial_state", "a tuple of tensors, or () for no state", state)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from core.errors import ConfigError
 from core.running.checkpoint import CheckpointMismatch, mismatch, name_differences
 
 
@@ -32,7 +33,7 @@ def optimizer_state(
         configuration. Without `fresh`, all options are configuration.
 
     Raises:
-      ValueError: the optimizer has parameters that are not the model's, or state that
+      ConfigError: the optimizer has parameters that are not the model's, or state that
         neither tensors nor JSON can express.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -48,14 +49,14 @@ def optimizer_state(
         if type(value) is dict:  # Not a subclass, whose class would be lost.
             for key in value:
                 if not isinstance(key, str):
-                    raise ValueError(
+                    raise ConfigError(
                         f"optimizer state {name} has the key {key!r} "
                         f"({type(key).__name__}); in a checkpoint all keys are strings"
                     )
             return {"dict": {k: encode(f"{name}/{k}", x) for k, x in value.items()}}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise ValueError(
+        raise ConfigError(
             f"optimizer state {name} is a {type(value).__name__}; a checkpoint can "
             "hold tensors, numbers, strings, None, and lists, tuples or dicts of these"
         )
@@ -221,7 +222,7 @@ def _parameter_names(
     groups = [group["params"] for group in optimizer.param_groups]
     strangers = sum(id(p) not in name_of for params in groups for p in params)
     if strangers:
-        raise ValueError(
+        raise ConfigError(
             f"{strangers} of the optimizer's parameters are not among the model's, "
             "so no checkpoint would hold them. Make their module an attribute of Net."
         )

@@ -27,7 +27,7 @@ class Snapshots:
     configuration, which `restore` does not change.
 
     Raises:
-      ValueError: an optimizer cannot be saved.
+      ConfigError: an optimizer cannot be saved.
     """
 
     def __init__(self, flags: argparse.Namespace, learner: Learner):
@@ -112,21 +112,21 @@ class Snapshots:
             )
         ]
 
-    def take_weights(self, name: str) -> None:
-        """Load only the weights of another run or checkpoint.
+    def take_weights(self, name: str, savedir: Path) -> None:
+        """Load only the weights of another run, perhaps in `savedir`, or checkpoint.
 
         Safe for files from strangers: the file is checked and never unpickled. Besides
         the weights, only a few flags are read, and only for log lines.
         """
         place = Path(name).expanduser()
         if not place.exists():
-            place = Path(self._flags.savedir) / name
+            place = savedir / name
         found = checkpoint.load_from(place)
         if found is None:
             raise ConfigError(
                 f"--init_from is {name}, where there is no checkpoint. Name the folder "
                 "of a run or one of its checkpoints (step-...), or a run in "
-                f"--savedir ({self._flags.savedir})."
+                f"--savedir ({savedir})."
             )
         for line in found.rejected:
             log.warning("Checkpoint not used: %s", line)

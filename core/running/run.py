@@ -18,6 +18,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import logging
+import math
 import os
 import secrets
 import time
@@ -62,6 +63,7 @@ NOT_NORMAL = {
     "steps_discarded": "rows discarded",
 }
 NOT_SAVED = "Nothing is saved (--disable_checkpoint)."
+WHEN_SAVED = "The first checkpoint of a run is written after its first update."
 LARGE = 4096  # Numbers; a flat observation of more is probably a picture.
 LOG_S = 10.0  # How long the end of a run waits for a row that is being written.
 SAY_HANGS_S = 30.0  # Interval of warnings that the disk has not taken a row or save.
@@ -76,8 +78,8 @@ ExtraState = Callable[[], tuple[dict[str, Any], dict[str, dict[str, torch.Tensor
 def run_folder(flags: argparse.Namespace) -> contextlib.AbstractContextManager[Path]:
     """Lock the folder of a run, log there, and seed all random number generators.
 
-    A relative --savedir is relative to the working directory at the time of this call:
-    an environment may change the working directory before the block begins.
+    A relative --savedir or --init_from is relative to the working directory at the time
+    of this call: an environment may change it before the block begins.
 
     If this creates the folder, and the block ends before `Run.record`, it deletes it.
 
@@ -88,6 +90,8 @@ def run_folder(flags: argparse.Namespace) -> contextlib.AbstractContextManager[P
     Raises:
       RunDirBusy: another process is training in this folder.
     """
+    if flags.init_from is not None and os.path.exists(flags.init_from):
+        flags.init_from = os.path.abspath(flags.init_from)
     return _open_folder(flags, Path(os.path.realpath(flags.savedir), flags.xpid))
 
 
@@ -174,17 +178,13 @@ class Run:
         if self._has_folder:
             self.found = checkpoint.load(self._checkpoints)
             if self.found is None and self.flags.init_from is not None:
-                self._snapshots.take_weights(self.flags.init_from)
+                savedir = self.run_dir.parent
+                self._snapshots.take_weights(self.flags.init_from, savedir)
         self.found = learners.share(self.found)
         if self.found is not None:
             self._restore(self.found)
         elif self._has_folder and self.recorded.get("starts"):
-            why = (
-                f"A run writes a checkpoint every {self.flags.checkpoint_interval_s:g} "
-                "s (--checkpoint_interval_s), and when it ends."
-            )
-            if self.flags.disable_checkpoint:
-                why = NOT_SAVED
+            why = NOT_SAVED if self.flags.disable_checkpoint else WHEN_SAVED
             log.warning(
                 "Run %s was started before, but has no checkpoint: it begins again at "
                 "step 0. %s",
@@ -359,6 +359,8 @@ class Run:
         ranks.record_status(Exit.INTERNAL)
         flags, learner = self.flags, self.learner
         self._started = self._last_log = self._last_save = time.monotonic()
+        if self.found is None:  # Save once soon: what cannot be saved shows at once.
+            self._last_save = -math.inf
         self._last_step = learner.step
         self._stats: dict[str, Any] = {}
         if not self._has_folder:
@@ -414,7 +416,8 @@ class Run:
                 log.warning("Waiting for the disk of %s, to %s", self.run_dir, name)
         if now - self._last_log >= self.flags.log_interval_s:
             self._begin("log", self._write_row, stats)
-        if now - self._last_save >= self.flags.checkpoint_interval_s:
+        is_due = now - self._last_save >= self.flags.checkpoint_interval_s
+        if is_due and self.learner.updates:
             self._begin("save", self._try_to_save)
 
     def _begin(self, name: str, write: Callable[..., None], *args: Any) -> None:

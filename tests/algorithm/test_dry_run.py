@@ -78,6 +78,15 @@ class BatchFirstState(Tiny):
         return (torch.zeros(batch_size, 1, 5),)
 
 
+class NoInitialState(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.distribution = ActionDistribution(ACTIONS)
+        self.heads = nn.Linear(11, A + 1)
+
+    forward = Tiny.forward
+
+
 class ListState(Tiny):
     def initial_state(self, batch_size):
         return [torch.zeros(1, batch_size, 5)]
@@ -262,6 +271,10 @@ WRONG = {
     "scales in place": (
         ScalesInPlace,
         "in place on its input 'observation': expected a new tensor",
+    ),
+    "no initial_state": (
+        lambda: NoInitialState(),
+        "Net expected a method initial_state (docs/how-it-works.md), got none",
     ),
     "list of states": (
         ListState,

@@ -21,6 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from core.errors import ConfigError
 from core.running import atomic, checkpoint, optimizer_state
 from core.running.checkpoint import CheckpointError, CheckpointMismatch, load, save
 from tools.nemesis.checkpoints import mutate
@@ -908,7 +909,7 @@ def test_a_missing_tensor_of_the_optimizer_is_a_mismatch():
 
 def test_a_parameter_that_is_not_the_model_s_is_refused():
     optimizer, _ = trained("Adam")
-    with pytest.raises(ValueError, match="4 of the optimizer's .* attribute of Net"):
+    with pytest.raises(ConfigError, match="4 of the optimizer's .* attribute of Net"):
         optimizer_state.optimizer_state(optimizer, make_model())
 
 
@@ -920,10 +921,10 @@ def test_optimizer_state_that_json_cannot_hold_is_refused():
         ({"a": {1: 2}}, r"1\.bias/seen/a has the key 1 \(int\)"),
     ):
         optimizer.state[bias]["seen"] = value
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ConfigError, match=message):
             optimizer_state.optimizer_state(optimizer, model)
     optimizer.state[bias]["seen"] = collections.Counter()
-    with pytest.raises(ValueError, match=r"1\.bias/seen is a Counter"):
+    with pytest.raises(ConfigError, match=r"1\.bias/seen is a Counter"):
         optimizer_state.optimizer_state(optimizer, model)
     del optimizer.state[bias]["seen"]
     optimizer.state[0] = optimizer.state[model[1]] = {"seen": 1}

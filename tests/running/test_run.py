@@ -286,6 +286,31 @@ def test_neither_an_update_nor_a_slow_disk_holds_up_who_logs(
     assert saved(a_run)[-1] == 150
 
 
+def test_a_new_run_is_saved_after_its_first_update(tmp_path, savedir):
+    new, old = make_run(tmp_path), make_run(savedir, xpid="old")
+    old.resume()
+    for a_run, before, after in ((new, [], [50]), (old, [100, 200], [100, 200])):
+        a_run._in_background = False
+        with a_run.open():
+            for _ in range(3):
+                a_run.tick({})
+            assert saved(a_run) == before
+            for _ in range(3):
+                learn(a_run)
+                a_run.tick({})
+            assert saved(a_run) == after
+
+
+def test_what_an_optimizer_cannot_save_ends_a_run_at_its_first_update(tmp_path):
+    a_run = make_run(tmp_path)
+    a_run._in_background = False
+    state = a_run.learner.optimizers[0].state
+    with pytest.raises(ConfigError, match="/seen is a set; a checkpoint"), a_run.open():
+        learn(a_run)
+        state[last_parameter(a_run)]["seen"] = {1}
+        a_run.tick({})
+
+
 def test_a_learner_that_is_killed_while_it_trains_has_a_status(tmp_path, monkeypatch):
     monkeypatch.setenv(ranks.STATUS_DIR, str(tmp_path))
     a_run = make_run(tmp_path)
@@ -330,7 +355,7 @@ def test_an_update_that_does_not_end_holds_up_neither_checkpoint_nor_end(
 @pytest.mark.parametrize(
     "argv, why",
     [
-        ([], "A run writes a checkpoint every 600 s (--checkpoint_interval_s), and"),
+        ([], "The first checkpoint of a run is written after its first update."),
         (["--disable_checkpoint"], "Nothing is saved (--disable_checkpoint)."),
     ],
 )
@@ -912,6 +937,20 @@ def test_no_checkpoint_there_says_what_to_name(savedir):
             new.resume()
 
 
+@pytest.mark.parametrize("name", ["old", "runs/old"])
+def test_an_environment_may_change_the_folder_before_weights_are_taken(
+    savedir, monkeypatch, name
+):
+    monkeypatch.chdir(savedir.parent)
+    new = make_run(Path("runs"), "--init_from", name, xpid="new")
+    opening = run.run_folder(new.flags)
+    monkeypatch.chdir("/")
+    with opening as run_dir:
+        new.run_dir = run_dir
+        new.resume()
+    assert torch.all(last_parameter(new) == 200.0)
+
+
 def test_a_damaged_checkpoint_is_passed_over_or_an_error(savedir, caplog):
     file = newest(savedir)
     data = bytearray(file.read_bytes())
@@ -1031,7 +1070,11 @@ def test_a_path_in_savedir_of_the_wrong_kind_is_one_line(tmp_path, capsys, name,
     path.parent.mkdir(parents=True, exist_ok=True)
     make(path)
     flags = SimpleNamespace(
-        mode="test", savedir=str(tmp_path / "runs"), xpid="x", seed=1
+        mode="test",
+        savedir=str(tmp_path / "runs"),
+        xpid="x",
+        seed=1,
+        init_from=None,
     )
     assert program.run_program(lambda argv: flags, None, open_run, []) == Exit.CONFIG
     (line,) = capsys.readouterr().err.splitlines()
