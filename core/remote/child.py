@@ -37,14 +37,19 @@ END_S = 3.0  # Time for the process to end; then it is killed.
 QUICK_S = 10.0  # A death within this time after the start counts as quick.
 
 
-def start_process(command: Sequence[str]) -> subprocess.Popen:
-    """Start a process in a session of its own, so that Ctrl-C does not reach it.
+def start_python(arguments: Sequence[str]) -> subprocess.Popen:
+    """Start Python in a session of its own, so that Ctrl-C does not reach it.
 
     Its standard input closes when this process ends, for any reason. Its output is for
-    this process.
+    this process. It imports what this process imports: if this is /b/polybeast.py, then
+    /b/polybeast_env.py, and not that of another clone, which may be installed.
     """
+    path = [os.path.abspath(sys.path[0]), os.environ.get("PYTHONPATH"), os.getcwd()]
+    # Without -P, which Python 3.10 lacks, the working directory would come first.
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
     return subprocess.Popen(
-        command,
+        [sys.executable, *safe, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -91,7 +96,7 @@ class Child:
         self._last_line = ""
 
     def start(self) -> None:
-        self._process = start_process([sys.executable, "-m", *self._command])
+        self._process = start_python(["-m", *self._command])
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._rest = b""  # The first part of a line that is not complete yet.

@@ -6,7 +6,6 @@ import concurrent.futures
 import logging
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -43,7 +42,7 @@ class LocalServers:
     def __init__(self, flags: argparse.Namespace):
         self._folder = None
         basename = flags.pipes_basename
-        command = [sys.executable, "-m", "polybeast_env", "--with_parent"]
+        command = ["-m", "polybeast_env", "--with_parent"]
         if basename is None:
             self._folder = tempfile.mkdtemp(prefix="torchbeast-")  # Mode 0700.
             basename = f"unix:{self._folder}/env"
@@ -65,7 +64,7 @@ class LocalServers:
     def _start(self) -> None:
         # It has a session of its own for one more reason: Linux divides the cores among
         # sessions first (autogroup), so that learner and servers get equal shares.
-        self._process = child.start_process(self._command)
+        self._process = child.start_python(self._command)
         self._reader = start_thread("env-servers", self._log_lines, self._process)
 
     def __enter__(self) -> "LocalServers":

@@ -951,13 +951,13 @@ def impatient(monkeypatch):
     """Acceptors do not wait for an earlier learner's acceptor to end."""
     code = "import sys; from core.remote import acceptor as a; a.BIND_S = 0; "
     code += "sys.exit(a.main())"
-    start_process = child.start_process
+    start_python = child.start_python
 
-    def start(command):
-        python, _, _, *args = command  # python -m core.remote.acceptor ARGS
-        return start_process([python, "-c", code, *args])
+    def start(arguments):
+        _, _, *args = arguments  # -m core.remote.acceptor ARGS
+        return start_python(["-c", code, *args])
 
-    monkeypatch.setattr(child, "start_process", start)
+    monkeypatch.setattr(child, "start_python", start)
 
 
 def acceptor_of(dialed_in: dial_in.DialedIn) -> psutil.Process:

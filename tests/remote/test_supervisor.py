@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from subprocess import PIPE
@@ -139,14 +140,36 @@ def test_a_server_that_cannot_be_started_is_tried_again(
     assert caplog.text.count("Server 0 could not be started") == 4
 
 
+def test_servers_have_the_code_of_the_program_that_starts_them(tmp_path):
+    """Neither that of the working directory nor that of a clone that is installed."""
+    for place in ("installed", "program", "work"):
+        (tmp_path / place).mkdir()
+        if place != "work" or sys.version_info >= (3, 11):  # Older ones prefer it.
+            (tmp_path / place / "servers.py").write_text(f"print({place!r})\n")
+    (tmp_path / "work" / "my_env.py").touch()
+    program = tmp_path / "program" / "learner.py"
+    program.write_text(
+        "from core.remote import child\n"
+        "for name in ('servers', 'my_env'):\n"
+        "    with child.start_python(['-m', name]) as process:\n"
+        "        print(process.communicate()[0].decode(), end='')\n"
+    )
+    root = Path(child.__file__).parents[2]
+    path = os.pathsep.join(map(str, (tmp_path / "installed", root)))
+    env = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, program]
+    printed = subprocess.check_output(command, env=env, cwd=tmp_path / "work")
+    assert printed.decode() == "program\n"
+
+
 @pytest.mark.parametrize("kind", ["acceptor or dialer", "local servers"])
 def test_a_process_that_cannot_be_forked_is_tried_again(kind, monkeypatch, caplog):
-    def start(command):
+    def start(arguments):
         if forks:
             return subprocess.Popen(["cat"], stdin=PIPE, stdout=PIPE)
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(child, "start_process", start)
+    monkeypatch.setattr(child, "start_python", start)
     forks = True
     if kind == "local servers":
         flags = polybeast.parse_flags(["--env", "Catch", "--num_servers", "1"])
@@ -233,7 +256,7 @@ def test_a_supervisor_that_is_always_killed_ends_the_run(folder, monkeypatch):
     killed = Path(folder, "killed")
     killed.write_text("#!/bin/sh\necho last words\nkill -KILL $$\n")
     killed.chmod(0o700)
-    monkeypatch.setattr(local_servers, "sys", SimpleNamespace(executable=str(killed)))
+    monkeypatch.setattr(sys, "executable", str(killed))
     flags = polybeast.parse_flags(["--env", "Catch", "--num_servers", "3"])
     with local_servers.LocalServers(flags) as servers:
         said = r"ended \(killed by SIGKILL\); the last line of their output: last words"
