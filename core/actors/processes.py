@@ -402,19 +402,16 @@ class Actors:
             self._free.extend(slot.held)
             slot.held.clear()
             self._hand_out()
-        wait_s = slot.budget.died()
-        if wait_s is None:
-            raise ActorError(
-                f"actor {slot.actor_id} died {slot.budget.quick_deaths} times in a row "
-                f"without delivering a rollout; the last time: {reason}"
-            )
-        self.restarts += 1
-        log.warning(
-            "Actor %d died (%s); its rollout is discarded; restarting it in %.1f s",
-            slot.actor_id,
-            reason,
-            wait_s,
+        error = ActorError(
+            f"actor {slot.actor_id} died {slot.budget.quick_deaths + 1} times in a row "
+            f"without delivering a rollout; the last time: {reason}"
         )
+        event = (
+            f"Actor {slot.actor_id} died ({reason}); its rollout is discarded; "
+            "restarting it"
+        )
+        slot.budget.plan_restart(event, error)
+        self.restarts += 1
 
     def take(self, n: int) -> list[int] | None:
         """Return `n` full buffers, the oldest first; None at the end. Blocks."""

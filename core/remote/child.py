@@ -129,18 +129,13 @@ class Child:
             raise ConfigError(self._last_line)
         if time.monotonic() - self._began > QUICK_S:
             self._budget.delivered()
-        wait_s = self._budget.died()
-        if wait_s is None:
-            raise RuntimeError(
-                f"{self._name} died too often ({describe_exit(status)}); the last line "
-                f"of its output: {self._last_line}"
-            )
-        log.warning(
-            "%s ended (%s); starting it again in %.1f s",
-            self._name,
-            describe_exit(status),
-            wait_s,
+        how = describe_exit(status)
+        error = RuntimeError(
+            f"{self._name} died too often ({how}); the last line of its output: "
+            f"{self._last_line}"
         )
+        event = f"{self._name} ended ({how}); starting it again"
+        self._budget.plan_restart(event, error)
 
     def _read(self) -> None:
         """Handle the lines that the process has written. Does not block."""

@@ -3,7 +3,6 @@
 
 import argparse
 import concurrent.futures
-import logging
 import shutil
 import subprocess
 import tempfile
@@ -23,8 +22,6 @@ from core.running.supervise import (
     from_child,
     start_thread,
 )
-
-log = logging.getLogger(__name__)
 
 LAST_LINES_S = 2.0  # Time to read the last output of a process that has ended.
 
@@ -116,15 +113,13 @@ class LocalServers:
         if received >= self._delivered + DELIVERED_STEPS:
             self._budget.delivered()
             self._delivered = received
-        wait_s = self._budget.died() if status <= 0 else None
-        if wait_s is None:
-            raise RuntimeError(
-                f"the environment servers ended ({describe_exit(status)}); the last "
-                f"line of their output: {self._last_line}"
-            )
-        self.restarts += len(self.addresses)
-        log.warning(
-            "The environment servers ended (%s); starting them again in %.1f s",
-            describe_exit(status),
-            wait_s,
+        how = describe_exit(status)
+        error = RuntimeError(
+            f"the environment servers ended ({how}); the last line of their output: "
+            f"{self._last_line}"
         )
+        if status > 0:
+            raise error
+        event = f"The environment servers ended ({how}); starting them again"
+        self._budget.plan_restart(event, error)
+        self.restarts += len(self.addresses)

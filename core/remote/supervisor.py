@@ -227,21 +227,14 @@ class Servers:
         slot.is_listening = False
         if slot.progress[:, 0].sum() >= DELIVERED_STEPS:
             slot.budget.delivered()
-        wait_s = slot.budget.died()
-        if wait_s is None:
-            raise ServerError(
-                f"server {slot.index} at {slot.address} died "
-                f"{slot.budget.quick_deaths} times in a row within {DELIVERED_STEPS} "
-                f"steps of its environments; the last time: {reason}"
-            )
-        self._restarts += 1
-        log.warning(
-            "Server %d died (%s); starting it again in %.1f s",
-            slot.index,
-            reason,
-            wait_s,
-            extra={"restarts": self._restarts},
+        error = ServerError(
+            f"server {slot.index} at {slot.address} died "
+            f"{slot.budget.quick_deaths + 1} times in a row within {DELIVERED_STEPS} "
+            f"steps of its environments; the last time: {reason}"
         )
+        event = f"Server {slot.index} died ({reason}); starting it again"
+        self._restarts += 1
+        slot.budget.plan_restart(event, error, self._restarts)
 
     def _check_progress(self, slot: ServerSlot, pause_end: float) -> None:
         """Kill a server if a call of its environments takes too long."""

@@ -234,6 +234,19 @@ class RestartBudget:
         self.start_at = time.monotonic() + wait_s
         return wait_s
 
+    def plan_restart(self, event: str, spent: Exception, restarts: int = 0) -> None:
+        """Count a death; log `event` and the seconds until the worker restarts.
+
+        Args:
+          spent: raised if this death, which `quick_deaths` does not count yet, spends
+            the budget.
+          restarts: for the log record: see `ForParent`.
+        """
+        wait_s = self.died()
+        if wait_s is None:
+            raise spent
+        log.warning("%s in %.1f s", event, wait_s, extra={"restarts": restarts})
+
     def start_if_due(self, name: str, start: Callable[[], None]) -> None:
         """Call `start` if it is time. A failure counts as a death of the worker.
 
@@ -248,15 +261,8 @@ class RestartBudget:
         try:
             start()
         except (OSError, EOFError) as error:
-            wait_s = self.died()
-            if wait_s is None:
-                raise
-            log.warning(
-                "%s could not be started (%r); trying again in %.1f s",
-                name,
-                error,
-                wait_s,
-            )
+            event = f"{name} could not be started ({error!r}); trying again"
+            self.plan_restart(event, error)
         else:
             self.start_at = None
 
