@@ -29,7 +29,25 @@ class ArraySpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return describe_array(self.dtype, self.shape)
+
+
+def describe_array(dtype: Any, shape: Iterable[int]) -> str:
+    """Return dtype and shape of an array or tensor, such as `float32[5,3]`."""
+    return f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
+
+
+def describe(value: Any) -> str:
+    """Describe a value of the wrong kind, for a message."""
+    if isinstance(value, np.ndarray | np.generic):
+        return describe_array(value.dtype, value.shape)
+    if isinstance(value, dict):
+        return f"a dict with keys {list(value)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if value is None or isinstance(value, int | float | str):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def map_nest(fn: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:

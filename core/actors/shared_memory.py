@@ -20,7 +20,7 @@ from torch import nn
 
 from core.algorithm.replay import mark_replayed
 from core.errors import ConfigError
-from core.nests import ArraySpec, Nest, leaves, map_nest, unflatten
+from core.nests import ArraySpec, Nest, describe_array, leaves, map_nest, unflatten
 
 _SEQUENCE = ""  # No tensor of a network has this name.
 _ALIGNMENT = 64  # bytes; a cache line, and enough for every SIMD load
@@ -327,6 +327,4 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 def _describe(x: np.ndarray | torch.Tensor) -> str:
     """Return dtype and shape: `int64[5]`, or `float[5,3]` for floats of any size."""
-    dtype = str(x.dtype).removeprefix("torch.")
-    kind = "float" if "float" in dtype else dtype
-    return f"{kind}[{','.join(map(str, x.shape))}]"
+    return describe_array("float" if "float" in str(x.dtype) else x.dtype, x.shape)

@@ -19,7 +19,7 @@ from core.action_spaces import first_action
 from core.algorithm.distributions import ActionDistribution
 from core.algorithm.update import Learner, compute_gradient
 from core.errors import ConfigError
-from core.nests import ArraySpec, Nest, leaves, map_nest
+from core.nests import ArraySpec, Nest, describe, describe_array, leaves, map_nest
 from core.rollout import Spaces, leaf_spaces, row_spec
 
 # Other outputs may have no gradient, and so may these if layers are frozen.
@@ -331,12 +331,9 @@ def _error(where: str, expected: str, got: Any) -> ConfigError:
 def _describe(value: Any) -> str:
     match value:
         case torch.Tensor():
-            dtype = str(value.dtype).removeprefix("torch.")
-            return f"{dtype}[{','.join(map(str, value.shape))}]"
+            return describe_array(value.dtype, value.shape)
+        case np.ndarray():
+            return "a numpy array"
         case str():
             return value
-        case tuple() | list():
-            return f"a {type(value).__name__} of {len(value)}"
-        case dict():
-            return f"a dict with {', '.join(map(repr, value))}"
-    return f"a {type(value).__name__}"
+    return describe(value)

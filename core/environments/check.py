@@ -39,7 +39,7 @@ from core.environments.classic_gym import ClassicGym, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
 from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, MakeError, leave
-from core.nests import Nest, leaves, map_nest
+from core.nests import Nest, describe, leaves, map_nest
 from core.rollout import UnlearnableSpace, action_at, row_spec, spec_of
 
 PROGRESS_S = 5.0  # Between two lines of progress.
@@ -65,7 +65,7 @@ class Violations:
         self._count[kind] += 1
 
     def expected(self, name: str, expected: Any, got: Any) -> None:
-        self.add(name, f"'{name}' expected {expected}, got {faults.describe(got)}")
+        self.add(name, f"'{name}' expected {expected}, got {describe(got)}")
 
     def raised(self, error: Exception) -> None:
         """Add an exception of the environment; show the traceback of the first."""

@@ -7,10 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from core.errors import EnvError
-from core.nests import ArraySpec
 
 
 def is_ctrl_c(error: BaseException) -> bool:
@@ -42,16 +39,3 @@ def name_of(env: Any) -> str:
     """Return the id under which `env` is registered, else the name of its class."""
     spec = getattr(env, "spec", None)
     return getattr(spec, "id", None) or type(env.unwrapped).__name__
-
-
-def describe(value: Any) -> str:
-    """Describe a value of the wrong kind, for a message."""
-    if isinstance(value, np.ndarray | np.generic):
-        return str(ArraySpec(value.shape, value.dtype))
-    if isinstance(value, dict):
-        return f"a dict with keys {list(value)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    if value is None or isinstance(value, int | float | str):
-        return repr(value)
-    return f"a {type(value).__name__}"

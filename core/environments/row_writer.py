@@ -8,9 +8,8 @@ import gymnasium as gym
 import numpy as np
 
 from core.action_spaces import ACTION_MASK, category_sizes
-from core.environments.faults import describe
 from core.errors import EnvSpecError, EnvValueError
-from core.nests import ArraySpec, Nest, leaves, map_nest
+from core.nests import ArraySpec, Nest, describe, leaves, map_nest
 from core.rollout import leaf_spaces, spec_of, value_range
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)

@@ -30,6 +30,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from core.nests import describe_array
 from core.running.atomic import sync_folder, write_atomically
 
 FORMAT = "torchbeast-checkpoint"
@@ -363,16 +364,12 @@ def check_tensors(
         file, ours = got[name], expected[name]
         if file.shape != ours.shape or file.dtype != ours.dtype:
             with_dtype = file.dtype != ours.dtype
-            differences.append(
-                f"{name}: file {_describe(file, with_dtype)}, "
-                f"model {_describe(ours, with_dtype)}"
+            in_file, in_model = (
+                describe_array(x.dtype if with_dtype else "", x.shape)
+                for x in (file, ours)
             )
+            differences.append(f"{name}: file {in_file}, model {in_model}")
     differences.sort()
     differences += name_differences(expected.keys(), got.keys())
     if differences:
         raise mismatch("model", differences)
-
-
-def _describe(tensor: torch.Tensor, with_dtype: bool) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.") if with_dtype else ""
-    return f"{dtype}[{','.join(map(str, tensor.shape))}]"

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from core.action_spaces import check_spaces
-from core.environments.faults import describe
 from core.environments.stepping import Environments
 from core.errors import ConfigError, EnvError, MakeError
-from core.nests import Nest, map_nest
+from core.nests import Nest, describe, map_nest
 from core.rollout import NET_INPUTS, Spaces
 from core.running import checkpoint, common_flags, dashboard, folder
 from core.running.randomness import keep_torch, seed_rng

@@ -159,7 +159,8 @@ class ScalesInPlace(Tiny):
 WRONG = {
     "extra state": (
         ExtraState,
-        "'_extra_state' in its state_dict expected a tensor, got a dict with 'count'",
+        "'_extra_state' in its state_dict expected a tensor, got a dict with keys "
+        "['count']",
     ),
     "dropped weights": (
         DropsEncoder,
@@ -243,8 +244,8 @@ WRONG = {
     ),
     "stateless": (
         lambda: Changed(lambda outputs, state: outputs),
-        "forward expected a tuple (outputs, core_state), got a dict with "
-        "'policy_logits', 'baseline'",
+        "forward expected a tuple (outputs, core_state), got a dict with keys "
+        "['policy_logits', 'baseline']",
     ),
     "tuple of outputs": (
         lambda: Changed(lambda outputs, state: (tuple(outputs.values()), state)),
@@ -320,6 +321,7 @@ def test_an_output_for_the_rollout_needs_no_gradient(make, dtype):
         (lambda x: x.sum(), "float32[]"),
         (lambda x: x[-1], "float32[1]"),
         (lambda x: [x], "a list of 1"),
+        (lambda x: x.detach().numpy(), "a numpy array"),
         (lambda x: x.bfloat16(), "bfloat16[1,1]"),
     ],
 )
