@@ -162,8 +162,8 @@ def write_meta(
     meta = {
         "flags": dict(flags),
         **extra,
-        **_describe_code(),
-        "versions": _versions(),
+        **describe_code(),
+        "versions": versions(),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
@@ -215,7 +215,7 @@ def recorded_meta(run_dir: Path) -> dict[str, Any]:
     return read_meta(run_dir) if (run_dir / "meta.json").exists() else {}
 
 
-def _describe_code() -> dict[str, Any]:
+def describe_code() -> dict[str, Any]:
     """Return the git commit of this file, and whether tracked files have changed.
 
     Both are None outside a checkout.
@@ -242,8 +242,9 @@ def _describe_code() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
 
 
-def _versions() -> dict[str, str | None]:
-    names = ("torch", "gymnasium", "ale-py", "numpy")
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of packages; None for those not installed."""
+    names = ("torch", "gymnasium", "ale-py", "numpy", "grpcio")
     installed = importlib.metadata.distributions
     return {"python": platform.python_version()} | {
         name: next((d.version for d in installed(name=name)), None) for name in names

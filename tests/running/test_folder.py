@@ -41,7 +41,7 @@ def test_meta_says_what_ran_where_from_which_code(tmp_path):
     assert meta["first_env_seeds"] == [7]
     assert torch.__version__.startswith(meta["versions"]["torch"])  # Maybe +cu130.
     assert meta["versions"]["python"] == sys.version.split()[0]
-    assert {"gymnasium", "ale-py", "numpy"} < meta["versions"].keys()
+    assert {"gymnasium", "ale-py", "numpy", "grpcio"} < meta["versions"].keys()
     assert meta["cpu_count"] == os.cpu_count()
     assert meta["command"][1:] == sys.orig_argv[1:]
     assert meta["command"][0] == Path(sys.orig_argv[0]).name

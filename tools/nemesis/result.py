@@ -2,16 +2,15 @@
 """The result of a figure, as one line of JSON."""
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from core.running import folder
 from core.running.machine import num_cores
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,11 +62,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def to_json(figure: str, command: str, result: Result, *, seconds: float) -> str:
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=REPOSITORY, capture_output=True, text=True
-        ).stdout.strip()
-
     return json.dumps(
         {
             "figure": figure,
@@ -79,16 +73,9 @@ def to_json(figure: str, command: str, result: Result, *, seconds: float) -> str
             **result.figures,
             "seconds": round(seconds),  # How long the command took.
             "command": command,
-            "commit": git("rev-parse", "--short=12", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+            **folder.describe_code(),
             "machine": f"{num_cores()} cores, {platform.machine()}, "
             f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 30} GiB",
-            "versions": {
-                "python": platform.python_version(),
-                **{
-                    name: importlib.metadata.version(name)
-                    for name in ("torch", "grpcio", "numpy", "gymnasium")
-                },
-            },
+            "versions": folder.versions(),
         }
     )
