@@ -63,7 +63,7 @@ def check_resources(
       shared_bytes: shared memory that the run will allocate.
       memory_folder: the folder of the shared memory; None for plain memory (memfd).
       files: number of file descriptors that the parent will hold open. The soft limit
-        is raised to this number if the hard limit allows it.
+        is raised as `raise_file_limit` says.
       processes: number of processes and threads that are busy most of the time.
       replay_share: the share of the shared memory that is for --replay_capacity.
 
@@ -94,16 +94,14 @@ def check_resources(
         )
     yield line
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = float("inf") if hard == resource.RLIM_INFINITY else hard
-    line = f"open files: need {files}, have {soft} (ulimit -n), at most {limit}"
+    raise_file_limit()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = math.inf if soft == resource.RLIM_INFINITY else soft
+    line = f"open files: need {files}, have {limit} (ulimit -n)"
     if files > limit:
         raise ConfigError(
             f"{line}. Lower --num_actors, or raise the limit (ulimit -Hn)."
         )
-    if soft != resource.RLIM_INFINITY and files > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-        line += f"; raised to {files}"
     yield line
 
     cores = num_cores()

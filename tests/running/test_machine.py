@@ -50,7 +50,7 @@ def machine(monkeypatch):
 def test_what_fits_is_said_with_both_numbers(machine):
     memory, files, cores = check()
     assert "need 3.0 MiB, have 1,009.0 MiB" in memory
-    assert "need 71, have 128" in files
+    assert "need 71, have 256" in files
     assert "2 busy processes or threads on 5" in cores
 
 
@@ -106,21 +106,8 @@ def test_shared_memory_beyond_the_limit_on_files_is_refused_with_both_numbers(
 def test_too_few_files_are_refused_with_both_numbers_and_the_remedy(machine):
     with pytest.raises(ConfigError) as caught:
         check(files=257)
-    for part in ("257", "128", "256", "Lower --num_actors", "ulimit -Hn"):
+    for part in ("need 257", "have 256", "Lower --num_actors", "ulimit -Hn"):
         assert part in str(caught.value)
-    assert machine == [128, 256]
-
-
-def test_the_soft_limit_on_files_is_raised_to_the_need(machine):
-    _, files, _ = check(files=199)
-    assert "raised to 199" in files
-    assert machine == [199, 256]
-
-
-def test_a_soft_limit_that_is_enough_stays(machine):
-    _, files, _ = check(files=128)
-    assert "raised" not in files
-    assert machine == [128, 256]
 
 
 def test_no_limit_on_files_is_enough(machine):
@@ -136,9 +123,10 @@ def test_the_soft_limit_really_is_raised():
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
         list(check_resources(shared_bytes=1, memory_folder="/", files=67, processes=1))
-        print(resource.getrlimit(resource.RLIMIT_NOFILE) == (67, hard))
+        soft, now = resource.getrlimit(resource.RLIMIT_NOFILE)
+        print(soft == resource.RLIM_INFINITY or soft >= 67, now == hard)
     """)
-    assert done.stdout == "True\n", done.stderr
+    assert done.stdout == "True True\n", done.stderr
 
 
 def test_many_more_processes_than_cores_are_remarked_on(machine):
