@@ -51,7 +51,7 @@ from core.remote.dialer import Link
 from core.remote.env_server import Server
 from core.running.machine import num_cores
 from core.running.supervise import send_at_parents_end, start_thread
-from tools.runs import log_rows
+from tools.runs import curve, log_rows
 
 START_S = 120.0  # For all servers to be connected.
 # For the last replaced servers to be connected, and the killed ones to be given up.
@@ -226,8 +226,7 @@ class Run:
 
     def curve(self) -> list[tuple[float, int]]:
         """Return the time and the step of each row of the log."""
-        rows = log_rows(self._run_dir)
-        return [(float(row["time_s"]), int(row["step"])) for row in rows]
+        return curve(self._run_dir)
 
     def kill(self) -> None:
         self.servers.kill()

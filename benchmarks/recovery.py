@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks import out_file, write_figures
 from core import flag_types
-from tools.runs import log_rows
+from tools.runs import curve
 
 LIMIT_S = 120.0  # For anything awaited.
 POLL_S = 0.02
@@ -65,9 +65,8 @@ class Run:
         self._run_dir = folder / "recovery"
 
     def rows(self) -> list[tuple[float, int]]:
-        """Return time and step of each row of the log."""
-        rows = log_rows(self._run_dir)
-        return [(float(row["time_s"]), int(row["step"])) for row in rows]
+        """Return the time and the step of each row of the log."""
+        return curve(self._run_dir)
 
     def steps(self) -> list[int]:
         return [step for _, step in self.rows()]

@@ -22,6 +22,11 @@ def log_rows(run_dir: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
 
 
+def curve(run_dir: Path) -> list[tuple[float, int]]:
+    """Return the time in seconds and the step of each whole row of the log."""
+    return [(float(row["time_s"]), int(row["step"])) for row in log_rows(run_dir)]
+
+
 def num_rows(run_dir: Path) -> int:
     path = run_dir / "logs.csv"
     return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tools.nemesis.result import REPOSITORY
+from tools.runs import num_rows
 
 DEADLINE_S = 60.0  # For anything awaited.
 POLL_S = 0.002
@@ -124,10 +125,8 @@ class Program:
         return self.process.returncode
 
     def rows(self) -> int:
-        """Return the number of lines in the log."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self.run_dir / "logs.csv").read_bytes().count(b"\n")
-        return 0
+        """Return the number of rows in the log."""
+        return num_rows(self.run_dir)
 
     def is_saving(self) -> bool:
         return is_saving(self.pid, self.checkpoints)
@@ -213,7 +212,7 @@ def measure_start(module: str) -> float:
     """Return how many seconds a program takes until it has learned something."""
     began = time.monotonic()
     with workplace() as folder, Program(module, folder, *SIZES[module], *FLAGS) as it:
-        it.wait_for(lambda: it.rows() > 1)
+        it.wait_for(lambda: it.rows() > 0)
     return time.monotonic() - began
 
 

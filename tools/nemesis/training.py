@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import psutil
 
 from tools.nemesis import playground
-from tools.runs import log_rows
+from tools.runs import curve
 
 
 class Training(playground.Program):
@@ -35,9 +35,8 @@ class Training(playground.Program):
         return self
 
     def rows(self) -> list[tuple[float, int]]:
-        """Return time and steps of each row of the log."""
-        rows = log_rows(self.folder / "run")
-        return [(float(row["time_s"]), int(row["step"])) for row in rows]
+        """Return the time and the step of each row of the log."""
+        return curve(self.folder / "run")
 
     def kill(self, worker: int) -> None:
         """Kill a server or actor."""
