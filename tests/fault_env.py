@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 from core.environments.stepping import env_seed
+from tools.nemesis.environments import hang_in_c
 
 
 class FaultEnv(gym.Env):
@@ -143,19 +144,13 @@ def make_hanging_in_some() -> FaultEnv:
     return make_hanging() if "HANGS" in os.environ else FaultEnv(fail, at_step=-1)
 
 
-def _hang_in_c() -> None:
-    """Read an empty pipe with the GIL held; unlike sleep(), no signal ends it."""
-    reader, _ = os.pipe()
-    ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
-
-
 def make_hanging_in_c() -> FaultEnv:
     """Hangs with the GIL held, as C code may."""
-    return FaultEnv(_hang_in_c, at_step=25)
+    return FaultEnv(hang_in_c, at_step=25)
 
 
 def make_hanging_in_c_at_once() -> FaultEnv:
-    return FaultEnv(_hang_in_c, at_step=1)
+    return FaultEnv(hang_in_c, at_step=1)
 
 
 class OneHangs(FaultEnv):

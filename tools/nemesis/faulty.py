@@ -4,7 +4,6 @@
 Import as little as environment servers do, so that these start as fast.
 """
 
-import ctypes
 import os
 import random
 import sys
@@ -14,6 +13,7 @@ import gymnasium as gym
 
 from core.environments.make import make
 from core.environments.toys import Catch
+from tools.nemesis.environments import hang_in_c
 
 P_CRASH, P_STALL = 0.001, 0.0002  # Per step of each environment.
 
@@ -63,8 +63,7 @@ class Hanging(Catch):
         self.steps += 1
         if self.steps == 25:
             os.write(2, b"about to hang\n")
-            reader, _ = os.pipe()  # Unlike sleep(), no signal ends this.
-            ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+            hang_in_c()
         return super().step(action)
 
 
