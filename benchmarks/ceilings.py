@@ -119,7 +119,7 @@ def environment_work(flags: argparse.Namespace) -> tuple[Any, int]:
     envs = stepping.Environments(
         lambda: monobeast.create_env(flags), E, seed=os.getpid()
     )
-    row = map_nest(lambda s: np.zeros((E, *s.shape), s.dtype), envs.row_spec)
+    row = envs.zero_rows()
     envs.reset(row)
     space = batch_space(envs.action_space, E)
     space.seed(os.getpid())

@@ -30,11 +30,10 @@ OURS, ENVPOOL = "our wrappers", "EnvPool"
 def our_step(name: str, num_envs: int) -> Callable[[], None]:
     """Return a function that steps all environments and writes their rows."""
     import polybeast_env
-    from core.nests import map_nest
 
     flags = polybeast_env.parse_flags(["--env", name])
     envs = polybeast_env.create_environments(flags, num_envs, seed=1)
-    rows = map_nest(lambda s: np.zeros((num_envs, *s.shape), s.dtype), envs.row_spec)
+    rows = envs.zero_rows()
     envs.reset(rows)
     rng = np.random.default_rng(1)
     return lambda: envs.step(rng.integers(envs.action_space.n, size=num_envs), rows)

@@ -118,7 +118,7 @@ def test_a_mask_with_nothing_to_observe_is_refused():
 
 def first_rows(make_env):
     envs = Environments(make_env, 1, seed=0)
-    rows = map_nest(lambda s: np.zeros((1, *s.shape), s.dtype), envs.row_spec)
+    rows = envs.zero_rows()
     envs.reset(rows)
     return envs, rows
 

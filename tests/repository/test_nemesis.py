@@ -28,7 +28,7 @@ def rollouts(num, *, incarnation=0):
     rng = np.random.default_rng(0)
     rows = []
     for i in range(num * T + 1):
-        rows.append(map_nest(lambda s: np.zeros((K, *s.shape), s.dtype), envs.row_spec))
+        rows.append(envs.zero_rows())
         if i == 0:
             envs.reset(rows[0])
         else:
