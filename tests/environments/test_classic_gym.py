@@ -104,35 +104,28 @@ def test_classic_gym_of_every_generation_yields_the_same_rows(env_class):
             assert (truncated, done) == ([], [0, 5, 10])
 
 
+class Wrapper:
+    """Does not say what `reset` takes."""
+
+    def __init__(self, env):
+        self.env = env
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
+        self.step = env.step
+
+    def reset(self, **kwargs):
+        return self.env.reset(**kwargs)
+
+
 def test_classic_wrappers_with_kwargs_do_not_hide_how_to_seed():
-    class Wrapper:
-        def __init__(self, env):
-            self.env = env
-            self.unwrapped = env
-            self.observation_space = env.observation_space
-            self.action_space = env.action_space
-            self.step = env.step
-            self.seed = env.seed
-
-        def reset(self, **kwargs):
-            return self.env.reset(**kwargs)
-
     for env_class in (OldEnv, MiddleEnv, NewEnv):
-        observation, _ = adapt(Wrapper(env_class())).reset(seed=13)
+        env = Wrapper(env_class())
+        env.unwrapped, env.seed = env.env, env.env.seed
+        observation, _ = adapt(env).reset(seed=13)
         assert observation.tolist() == [0, 13]
 
 
 def test_classic_env_that_only_takes_kwargs_is_seeded_through_them():
-    class Wrapper:
-        def __init__(self, env):
-            self.env = env
-            self.observation_space = env.observation_space
-            self.action_space = env.action_space
-            self.step = env.step
-
-        def reset(self, **kwargs):
-            return self.env.reset(**kwargs)
-
     observation, _ = adapt(Wrapper(NewEnv())).reset(seed=13)
     assert observation.tolist() == [0, 13]
 

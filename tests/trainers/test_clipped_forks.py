@@ -40,9 +40,9 @@ def fork(request, tmp_path_factory):
     return folder
 
 
-def load(folder):
-    """Import the patched trainer."""
-    spec = importlib.util.spec_from_file_location(folder.name, folder / "monobeast.py")
+def load(path):
+    """Import a patched file; modules that it imports are not patched."""
+    spec = importlib.util.spec_from_file_location(f"fork_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -50,13 +50,13 @@ def load(folder):
 
 @pytest.fixture(scope="module")
 def trainer(fork):
-    return load(fork)
+    return load(fork / "monobeast.py")
 
 
 def main(argv):
     """Run the patched trainer; the last argument is its folder."""
     *argv, folder = argv
-    return load(Path(folder)).main(argv)
+    return load(Path(folder, "monobeast.py")).main(argv)
 
 
 def make_learner(trainer, *argv):

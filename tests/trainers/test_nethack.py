@@ -5,7 +5,6 @@ Only the tests of the environment need nle: `pip install --no-deps nle`. Those o
 patches are skipped in a fork that has edited what they edit, since they do not apply.
 """
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from examples.nethack.torso import (
     NetHackTorso,
     trigrams_of,
 )
+from tests.trainers.test_clipped_forks import load
 
 ROOT = Path(__file__).parents[2]
 H, W, NUM_GLYPHS = 21, 79, 5976
@@ -115,18 +115,10 @@ def fork(tmp_path_factory):
     return folder
 
 
-def load(fork, name):
-    """Import a patched file; modules that it imports are not patched."""
-    spec = importlib.util.spec_from_file_location(f"fork_{name}", fork / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ["monobeast", "polybeast"])
 def test_the_patched_trainers_evaluate_rows(fork, name):
     """With the flags of settings/nethack.txt."""
-    trainer = load(fork, name)
+    trainer = load(fork / f"{name}.py")
     settings = f"@{ROOT}/settings/nethack.txt"
     flags = trainer.parse_flags([settings, "--env", "NetHackScore-v0"])
     net = trainer.create_net(flags, Spaces(SPACE, gym.spaces.Discrete(23)))
@@ -158,7 +150,7 @@ def temporary(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["monobeast", "polybeast_env"])
 def test_the_patched_programs_create_a_task_by_its_name(fork, temporary, name):
     flags = ["--env", "NetHackStaircase-v0"]
-    module = load(fork, name)
+    module = load(fork / f"{name}.py")
     env = module.create_env(module.parse_flags(flags))
     assert env.spec.id == "NetHackStaircase-v0"
     assert env.observation_space == SPACE
