@@ -12,6 +12,7 @@ import monobeast
 import polybeast
 from core import ranks
 from core.errors import ConfigError
+from core.running import folder
 from core.running.machine import num_cores
 from tests.trainers.several import environments
 
@@ -47,6 +48,19 @@ def test_each_learner_takes_its_share(learner):
     assert flags.num_buffers == 11
     recorded = ranks.flags_of_run(flags)
     assert (recorded["batch_size"], recorded["num_buffers"]) == (12, 33)
+
+
+def test_a_run_has_a_batch_of_all_learners(learner, capsys, tmp_path):
+    few = ["--batch_size", 12, "--unroll_length", 5, "--num_actors", 6]
+    few += ["--total_steps", 59]
+    learner(rank=1, size=2)
+    with pytest.raises(SystemExit):
+        parse(monobeast, *few)
+    assert "--batch_size (12) x --unroll_length (5) = 60" in capsys.readouterr().err
+    learner(rank=0, size=1)
+    folder.write_meta(tmp_path, flags={"env": "Catch"}, extra={})
+    test = ["--mode", "test", "--savedir", tmp_path.parent, "--xpid", tmp_path.name]
+    assert parse(monobeast, *few, *test).total_steps == 59
 
 
 def test_flags_of_a_fork_are_recorded_as_json_or_refused_by_name():

@@ -8,7 +8,7 @@ implements --max_policy_lag, which removes rollouts from batches.
 import argparse
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ class BatchCounts:
         # batch came after the last update, or if the update of its batch was left out.
         self.rows = {"learned": 0, "stale": 0, "unused": 0}
         self.episodes = EpisodeStats()  # Has its own lock. So has `averages`.
+        # This learner's since the last report, if there are others.
+        self._own_episodes = self.episodes if ranks.size() == 1 else EpisodeStats()
         self.averages = Averages()  # Since the last row of the log.
         # Those of --info_keys that no row has had yet. Only learner 0 warns of them.
         self._missing = [] if ranks.rank() else [*flags.info_keys]
@@ -125,11 +127,12 @@ class BatchCounts:
     def _add_games(self, new: Nest) -> None:
         """Count the episodes and games that end in new rollouts, and --info_keys."""
         rows = map_nest(lambda x: x[1:], new)  # Row 0 was the last row of a rollout.
-        self.episodes.add_episodes(rows["episode_return"][rows["done"]])
+        self._own_episodes.add_episodes(rows["episode_return"][rows["done"]])
         info = rows["info"]
         # NaN: no game has ended. A server in another language may send anything.
         ended = np.isfinite(info["game_return"]) & np.isfinite(info["game_step"])
-        self.episodes.add_games(info["game_return"][ended], info["game_step"][ended])
+        returns, steps = info["game_return"][ended], info["game_step"][ended]
+        self._own_episodes.add_games(returns, steps)
         for key in self._flags.info_keys:
             values = info[key][np.isfinite(info[key])]
             if values.size:
@@ -153,19 +156,21 @@ class BatchCounts:
         if learners.rank == 0:
             return None
         report = {
-            "episodes": self.episodes.state(),
+            "episodes": self._own_episodes.state(),
             "averages": self.averages.take(),
             "stale": self.stale,
             "busy": busy.pop(),
             "columns": learners.columns,
         }
-        self.episodes, self.stale = EpisodeStats(), 0
+        self._own_episodes, self.stale = EpisodeStats(), 0
         return report
 
-    def add_reports(self, reports: Iterable[Mapping[str, Any]]) -> None:
+    def add_reports(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """In learner 0, add the other learners' counts to its own."""
+        states = [self._own_episodes.state(), *(other["episodes"] for other in reports)]
+        self._own_episodes = EpisodeStats()
+        self.episodes.merge(states)
         for other in reports:
-            self.episodes.merge(other["episodes"])
             self.averages.merge(*other["averages"])
             self.stale += other["stale"]
 

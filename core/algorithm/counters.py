@@ -4,6 +4,7 @@
 import collections
 import contextlib
 import math
+import operator
 import reprlib
 import threading
 import time
@@ -191,12 +192,29 @@ class EpisodeStats:
                 "life_returns": list(self._life_returns),
             }
 
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the games and episodes in the `state()` of another learner."""
-        self.add_games(state["returns"], state["steps"])
-        self.add_episodes(state["life_returns"])
-        with self._lock:  # Only the last returns are kept, but all games are counted.
-            self._games += state["games"] - len(state["returns"])
+    def merge(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Add the games and episodes in the `state()`s of learners of the same time.
+
+        Which came first is not known: those of each learner are spread evenly over the
+        time. So they are mixed in every window as they are in all.
+        """
+        games: list[tuple[float, float, int]] = []
+        lives: list[tuple[float, float]] = []
+        total, span = 0, 1.0
+        for state in states:
+            returns, life_returns = state["returns"], state["life_returns"]
+            ages = _ages(returns, state["games"])
+            games += zip(ages, returns, state["steps"])
+            lives += zip(_ages(life_returns, len(life_returns)), life_returns)
+            total += state["games"]
+            span = min([span, *ages[:1]])
+        age = operator.itemgetter(0)
+        # Only the last games of each are known. Use the time in which all are.
+        games = sorted((g for g in games if age(g) <= span), key=age, reverse=True)
+        self.add_games([x for _, x, _ in games], [steps for *_, steps in games])
+        self.add_episodes(x for _, x in sorted(lives, key=age, reverse=True))
+        with self._lock:
+            self._games += total - len(games)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         window = self._returns.maxlen
@@ -206,6 +224,11 @@ class EpisodeStats:
             self._returns = collections.deque(state["returns"], window)
             self._steps = collections.deque(state["steps"], window)
             self._life_returns = collections.deque(state["life_returns"], window)
+
+
+def _ages(kept: Sequence[float], total: int) -> list[float]:
+    """Return how long ago each of the last events of `total` was: 1 is the oldest."""
+    return [(len(kept) - i) / total for i in range(len(kept))]
 
 
 def _mean(values: Sequence[float] | collections.deque) -> float | None:

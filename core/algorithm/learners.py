@@ -97,6 +97,7 @@ class Learners:
         self._asked_at = self._said_at = 0.0
         self._store: Any = None  # torch's key-value store, which all learners share.
         self._limit_s = limit_s
+        self.report_s = REPORT_S
         self._last_report = 0.0
         self._on_gpu = False
 
@@ -189,7 +190,7 @@ class Learners:
         grad_norm = own.pop("grad_norm")  # The summed gradient's: all have the same.
         # Learner 0 decides for all learners when it is time for reports.
         now = time.monotonic()
-        is_time = self.rank == 0 and now - self._last_report >= REPORT_S
+        is_time = self.rank == 0 and now - self._last_report >= self.report_s
         if is_time:
             self._last_report = now
         own |= {"stop": self.wants_stop, "report": is_time}
@@ -509,6 +510,8 @@ def train_together(
         return train(flags)
     limit_s = flags.stall_timeout_s if flags.on_stall == "stop" else math.inf
     _current = learners = Learners(limit_s=limit_s)
+    if getattr(flags, "serial", False):  # Not by the clock, but after each update.
+        learners.report_s = 0.0
     try:
         learners.connect()
         agreement.check_flags(flags, learners.collect)

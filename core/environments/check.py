@@ -97,11 +97,19 @@ def check_observation(found: Violations, space: gym.Space, value: Any) -> None:
         array = np.asarray(values[name])
         if array.shape != spec.shape or not np.can_cast(array.dtype, spec.dtype):
             found.expected(name, spec, array)
-        elif not leaf_space.contains(array.astype(spec.dtype)):
+        elif not _contains(leaf_space, array.astype(spec.dtype)):
             text = f"values in [{array.min()}, {array.max()}]"
             if np.isnan(array).any():
                 text = "NaN"
             found.add(f"{name} values", f"'{name}' expected {leaf_space}, got {text}")
+
+
+def _contains(space: gym.Space, value: np.ndarray) -> bool:
+    # MultiDiscrete.contains refuses a wider dtype than its own, but rows have int64.
+    if (limits := rollout.value_range(space)) is not None:
+        low, high = limits
+        return bool(np.all((low <= value) & (value <= high)))
+    return bool(space.contains(value))
 
 
 def check_step(found: Violations, space: gym.Space, result: Any) -> None:

@@ -587,8 +587,8 @@ def check_common(
         unique = secrets.token_hex(2)
         flags.xpid = time.strftime(f"torchbeast-%Y%m%d-%H%M%S-{unique}")
     check_replay(parser, flags)
-    B, T = new_rollouts(flags), flags.unroll_length
-    if flags.total_steps < B * T:
+    B, T = new_rollouts(flags) * ranks.size(), flags.unroll_length  # Of all learners.
+    if flags.mode == "train" and flags.total_steps < B * T:
         parser.error(
             f"--total_steps is {flags.total_steps} but one batch has --batch_size "
             f"({B}{' new ones' if flags.replay_ratio else ''}) x --unroll_length ({T}) "

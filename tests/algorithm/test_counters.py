@@ -124,6 +124,25 @@ def test_best_is_the_highest_mean_over_a_full_window():
     assert best == pytest.approx((11 - 90 + 1000) / 3)
 
 
+def test_games_of_several_learners_are_mixed_in_every_window():
+    """One learner's have a return of 0, and it plays three times as many."""
+    parts = [counters.EpisodeStats(window=20) for _ in range(2)]
+    whole = counters.EpisodeStats(window=20)
+    for _ in range(5):
+        parts[0].add_games([0.0] * 150, [1] * 150)
+        parts[1].add_games([8.0] * 50, [2] * 50)
+        for part in parts:
+            part.add_episodes([part.columns()["mean_episode_return"]] * 2)
+        idle = counters.EpisodeStats()
+        whole.merge([part.state() for part in (*parts, idle)])
+        found = whole.columns()
+        assert found["mean_episode_return"] == found["best_mean_return"] == 2.0
+        assert found["mean_episode_step"] == 1.25
+        parts = [counters.EpisodeStats(window=20) for _ in range(2)]
+    assert found["games"] == 1000
+    assert found["mean_life_return"] == 4.0
+
+
 def test_games_need_as_many_returns_as_steps():
     with pytest.raises(ValueError, match="zip"):
         counters.EpisodeStats().add_games([1.0, 2.0], [3])

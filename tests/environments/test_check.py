@@ -89,6 +89,36 @@ def test_check_of_a_broken_environment_exits_78_with_a_line_each(tmp_path):
     assert "step 1: 'terminated' expected a bool, got 0 (13 times)" in lines[2]
 
 
+class Small(gym.Env):
+    """Its observation space has a narrow dtype."""
+
+    observation_space = gym.spaces.MultiDiscrete([3, 100], np.int8, start=[-1, 20])
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, values):
+        self.values = values
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.array(self.values[0]), {}
+
+    def step(self, action):
+        return np.array(self.values[1]), 1.0, True, False, {}
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64])
+def test_values_of_a_multidiscrete_of_a_narrow_dtype_are_compared(
+    dtype, monkeypatch, capsys
+):
+    values = [dtype([-1, 119])] * 2
+    monkeypatch.setattr(check, "make", lambda name: Small(values))
+    assert check.main(["small", "--steps", "7"]) == 0
+    values[1] = dtype([1, 120])
+    assert check.main(["small", "--steps", "7"]) == 78
+    assert "MultiDiscrete([  3 100]" in (line := capsys.readouterr().out), line
+    assert "got values in [1, 120]" in line
+
+
 def test_check_of_an_unknown_environment_exits_2_with_the_near_misses(capsys):
     with pytest.raises(SystemExit) as caught:
         check.main(["CartPol-v1"])
