@@ -18,6 +18,7 @@ from tools.runs import num_rows
 
 LIMIT_S = 1.0
 ROWS = 3
+LIMITED = "limited"  # A file in the run's folder: from now on the limit holds.
 
 
 def main(argv: list[str]) -> int:
@@ -39,6 +40,7 @@ def main(argv: list[str]) -> int:
             if learner.rank == 1:
                 wait_until(lambda: is_stopped(learner, 0))
             shorten_limit(learner, LIMIT_S)
+            (run_dir / LIMITED).touch()
         elif update == str(number) and learner.rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
         return sum_update(learner, sums)

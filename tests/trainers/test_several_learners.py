@@ -29,6 +29,7 @@ from core.running import checkpoint
 from core.running.folder import read_meta
 from tests.conftest import DEADLINE_S, ended, free_ports, wait_until
 from tests.normalization_flags import obeyed
+from tests.trainers import impatient
 from tests.trainers.several import (
     end_patiently,
     environments,
@@ -171,10 +172,9 @@ def test_a_signal_while_another_learner_is_frozen_leaves_a_checkpoint(start, tmp
 
 def test_a_learner_whose_servers_are_away_ends_the_run(start, servers, tmp_path):
     flags = [*FLAGS, *addresses_of(servers), "--total_steps", 10**7]
-    impatient = "tests.trainers.impatient"
-    programs = start_learners(start, *flags, "0", module=impatient)
+    programs = start_learners(start, *flags, "0", module=impatient.__name__)
     run_dir = tmp_path / "runs" / "x"
-    wait_until(lambda: num_rows(run_dir) > 2)
+    wait_until((run_dir / impatient.LIMITED).exists)
     servers[1].stop()
     assert [p.wait() for p in programs] == [70, 70], [p.text() for p in programs]
     reason = (
@@ -197,7 +197,7 @@ LAUNCHER += ("--nproc_per_node", "2", "--no_python")
 def test_a_stopped_learner_0_ends_the_run_under_its_launcher(servers, tmp_path):
     flags = [*FLAGS, *addresses_of(servers), "--total_steps", 10**7]
     flags = [*map(str, flags), "1"]
-    module = "tests.trainers.impatient"
+    module = impatient.__name__
     with Program(module, tmp_path, *flags, prefix=LAUNCHER) as launcher:
         # torchrun's SIGTERM does not reach learner 0, which has stopped itself.
         assert launcher.wait() == 70, launcher.text()
