@@ -164,6 +164,7 @@ def test_a_truncated_row_may_allow_no_action():
 
 
 @pytest.mark.parametrize("trainer", [monobeast, polybeast])
+@torch.no_grad()
 def test_net_plays_a_game_whose_illegal_moves_raise(trainer):
     torch.manual_seed(0)
     net = trainer.Net(TicTacToe.observation_space, TicTacToe.action_space)
