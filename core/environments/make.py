@@ -144,9 +144,8 @@ def _find_function(name: str) -> Callable[..., Any] | None:
         if module_name != missing and not module_name.startswith(missing + "."):
             raise  # The module exists, but it imports a module that does not exist.
         raise MakeError(
-            f"--env {name}: no module {missing!r} in the current directory or among "
-            "the installed packages. Run from the directory that holds it, or set "
-            "PYTHONPATH."
+            f"--env {name}: Python finds no module {missing!r}. Start the program with "
+            "`python -m` in the directory that holds it, or set PYTHONPATH."
         ) from None
     function = getattr(module, attribute, None)
     if function is None and name.rpartition(":")[2] not in gym.registry:

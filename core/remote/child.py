@@ -33,6 +33,7 @@ from core.running.supervise import (
 
 log = logging.getLogger(__name__)
 
+ROOT = Path(__file__).resolve().parents[2]  # The clone, or where pip has installed it.
 END_S = 3.0  # Time for the process to end; then it is killed.
 QUICK_S = 10.0  # A death within this time after the start counts as quick.
 
@@ -41,15 +42,18 @@ def start_python(arguments: Sequence[str]) -> subprocess.Popen:
     """Start Python in a session of its own, so that Ctrl-C does not reach it.
 
     Its standard input closes when this process ends, for any reason. Its output is for
-    this process. It imports what this process imports: if this is /b/polybeast.py, then
-    /b/polybeast_env.py, and not that of another clone, which may be installed.
+    this process. With `-m`, Python searches the working directory first, as always, and
+    then the clone that this process runs: not another clone, which may be installed.
     """
-    path = [os.path.abspath(sys.path[0]), os.environ.get("PYTHONPATH"), os.getcwd()]
-    # Without -P, which Python 3.10 lacks, the working directory would come first.
-    safe = ["-P"] if sys.version_info >= (3, 11) else []
+    env = dict(os.environ)
+    # PYTHONPATH has no way to name a folder with a colon. What pip has installed needs
+    # no help, and comes after the standard library.
+    if (ROOT / "setup.py").exists() and os.pathsep not in str(ROOT):
+        path = [str(ROOT), env.get("PYTHONPATH")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     return subprocess.Popen(
-        [sys.executable, *safe, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        [sys.executable, *arguments],
+        env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -124,7 +124,7 @@ def test_an_id_may_have_no_render_mode_or_one_of_its_own(user_module):
         ("catch", "Did you mean Catch"),
         ("PongNoFrameskip-v5", "Did you mean PongNoFrameskip-v4"),
         ("MinAtar/Breakot-v1", "Did you mean MinAtar/Breakout-v1"),
-        ("no.such.module:make", "no module 'no' in the current directory"),
+        ("no.such.module:make", "no module 'no'.* with `python -m` in the"),
         ("tests.no_such:make", "no module 'tests.no_such'"),
         ("tests.counting_env:mak", "no function 'mak'.*Did you mean make"),
         ("tests.counting_env:LIVES", "expected a function, got 2"),

@@ -140,26 +140,29 @@ def test_a_server_that_cannot_be_started_is_tried_again(
     assert caplog.text.count("Server 0 could not be started") == 4
 
 
-def test_servers_have_the_code_of_the_program_that_starts_them(tmp_path):
-    """Neither that of the working directory nor that of a clone that is installed."""
-    for place in ("installed", "program", "work"):
+@pytest.mark.parametrize("folder", ["clone", "a:b"])
+def test_servers_have_the_code_of_the_program_that_starts_them(
+    tmp_path, monkeypatch, folder
+):
+    """Not that of another clone, which is installed or in PYTHONPATH."""
+    for place in ("other", folder):
         (tmp_path / place).mkdir()
-        if place != "work" or sys.version_info >= (3, 11):  # Older ones prefer it.
-            (tmp_path / place / "servers.py").write_text(f"print({place!r})\n")
-    (tmp_path / "work" / "my_env.py").touch()
-    program = tmp_path / "program" / "learner.py"
-    program.write_text(
-        "from core.remote import child\n"
-        "for name in ('servers', 'my_env'):\n"
-        "    with child.start_python(['-m', name]) as process:\n"
-        "        print(process.communicate()[0].decode(), end='')\n"
-    )
-    root = Path(child.__file__).parents[2]
-    path = os.pathsep.join(map(str, (tmp_path / "installed", root)))
-    env = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, program]
-    printed = subprocess.check_output(command, env=env, cwd=tmp_path / "work")
-    assert printed.decode() == "program\n"
+        (tmp_path / place / "servers.py").write_text(f"print({place!r})\n")
+    (tmp_path / folder / "setup.py").touch()
+    (tmp_path / "my_env.py").write_text("print('mine')\n")
+    monkeypatch.setattr(child, "ROOT", tmp_path / folder)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
+
+    def run(name: str) -> str:
+        with child.start_python(["-m", name]) as process:
+            return process.communicate()[0].decode()
+
+    monkeypatch.chdir(tmp_path)
+    # No variable of the environment can name a folder with a colon.
+    assert run("servers") == ("other\n" if ":" in folder else "clone\n")
+    assert run("my_env") == "mine\n"
+    monkeypatch.chdir(tmp_path / folder)
+    assert run("servers") == f"{folder}\n"
 
 
 @pytest.mark.parametrize("kind", ["acceptor or dialer", "local servers"])
