@@ -69,7 +69,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--checkpoint_interval_s",
         type=number(0),
         default=600.0,
-        help="seconds between checkpoints; a last one is written when the run ends",
+        help="seconds between checkpoints, after one at the start; the last at the end",
     )
     run.add_argument(
         "--log_interval_s",

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -676,3 +677,26 @@ def test_a_host_may_become_known_late(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     ranks.check_host("--master_addr", "late")
     assert answers == []
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_reports_of_a_serial_run_do_not_come_by_the_clock(monkeypatch, serial):
+    """Otherwise the order of games in a checkpoint would depend on a run's speed."""
+    for name, value in environments(2, port=1)[0].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(learners.Learners, "connect", lambda self: None)
+    monkeypatch.setattr(learners.Learners, "end", lambda self, *_: None)
+    monkeypatch.setattr(learners.Learners, "sum", lambda self, numbers: numbers)
+    monkeypatch.setattr(learners.agreement, "check_flags", lambda *_: None)
+    monkeypatch.setattr(learners.ranks, "record_status", lambda _: None)
+    due = []
+
+    def train(flags):
+        for _ in range(3):
+            learners.current().sum_update({"grad_norm": 1.0})
+            due.append(learners.current().is_report_due)
+
+    monkeypatch.setattr(learners, "REPORT_S", 1e9)
+    flags = SimpleNamespace(serial=serial, on_stall="stop", stall_timeout_s=1.0)
+    learners.train_together(train, flags)
+    assert due == [serial] * 3

@@ -145,7 +145,7 @@ def test_servers_have_the_code_of_the_program_that_starts_them(
     tmp_path, monkeypatch, folder
 ):
     """Not that of another clone, which is installed or in PYTHONPATH."""
-    for place in ("other", folder):
+    for place in ("other", "a", folder):  # "a": what PYTHONPATH would make of "a:b".
         (tmp_path / place).mkdir()
         (tmp_path / place / "servers.py").write_text(f"print({place!r})\n")
     (tmp_path / folder / "setup.py").touch()
