@@ -9,19 +9,21 @@ reads that source about once a second, and holds the present list of all servers
 learner's main thread (core.remote.pool) takes the list from there and gives it to the
 actor pool. So a slow name server or a slow disk delays only the thread of its source.
 
-With several learners (torchrun), a hash of each address says which learner has that
-server, so that no server moves from one learner to another.
+With several learners (torchrun), each computes from the same list which servers are its
+own (`own_share`).
 """
 
 import argparse
 import concurrent.futures
+import functools
+import hashlib
 import itertools
 import logging
 import os
 import socket
+import stat
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -92,8 +94,10 @@ class AddressFile:
 
     def _read(self) -> tuple[int, str]:
         try:
-            with self._path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
+            with open(self._path, "rb", opener=_open_without_waiting) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(0, "Not a regular file, so it cannot be read again")
                 raw = file.read(MAX_FILE_BYTES + 1)
             text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -108,7 +112,7 @@ class AddressFile:
                 f"--server_addresses: {self._path} is larger than {MAX_FILE_BYTES} "
                 "bytes, too large for a list of servers. Name another file."
             )
-        return inode, text
+        return status.st_ino, text
 
     def _parse(self, text: str) -> list[str]:
         result: list[str] = []
@@ -187,8 +191,8 @@ class ServerList:
     ):
         self._fixed = tuple(fixed)
         self._dialed_in = dialed_in
-        # Whether a hash divides the servers. Otherwise core.ranks has divided `fixed`.
-        self._by_hash = bool(sources) and ranks.size() > 1
+        # Whether this list is divided here. Otherwise core.ranks has divided `fixed`.
+        self._is_divided = bool(sources) and ranks.size() > 1
         if dialed_in is not None:
             sources = [*sources, dialed_in]
         self._sources = sources
@@ -234,26 +238,22 @@ class ServerList:
         """Return the present addresses. Does not block."""
         with self._lock:
             lists = [self._fixed, *self._lists]
-        result = dict.fromkeys(address for part in lists for address in part)
-        if not self._by_hash:
-            return tuple(result)
-        own = set(lists[-1]) if self._dialed_in is not None else set()
-        n = ranks.size()
-        return tuple(
-            address
-            for address in result
-            if address in own or zlib.crc32(address.encode()) % n == ranks.rank()
-        )
+        dialed_in = lists.pop() if self._dialed_in is not None else ()
+        result = tuple(dict.fromkeys(itertools.chain(*lists)))
+        if self._is_divided:
+            result = own_share(result, ranks.rank(), ranks.size())
+        return (*result, *dialed_in)
 
     def problem(self) -> str:
         """Return the reason why there is no server for this learner."""
         with self._lock:
             problems = [problem for problem in self._problems if problem]
             num = len(set(itertools.chain(self._fixed, *self._lists)))
-        if num and self._by_hash:
+        if num and self._is_divided:
             problems.append(
-                f"{num} servers are in the list, but the hash of their addresses gives "
-                "all of them to other learners; add servers or start fewer learners"
+                f"the list has {num} servers but there are {ranks.size()} learners, "
+                "and each needs a server of its own; add servers or start fewer "
+                "learners"
             )
         if self._dialed_in is not None:
             problems.append(f"no machine has dialed in at {self._dialed_in.address}")
@@ -298,6 +298,42 @@ class ServerList:
         concurrent.futures.wait(self._threads.values(), CLOSE_S)
         if self._dialed_in is not None:
             self._dialed_in.close()
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file. A named pipe would otherwise wait until a program writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+@functools.lru_cache(maxsize=1)
+def own_share(addresses: tuple[str, ...], rank: int, size: int) -> tuple[str, ...]:
+    """Return the servers of one learner, in the list's order.
+
+    The learners' numbers of servers differ by at most one. If a server joins or leaves,
+    only a few of the others change their learner: each server has its own order of
+    learners, by hashes, and goes to the first of them that has room.
+
+    Args:
+      rank: the number of the learner.
+      size: the number of learners.
+    """
+    fewest, num_larger = divmod(len(addresses), size)
+    counts = [0] * size
+    own = set()
+    for address in sorted(addresses, key=_hash):
+        for learner in sorted(range(size), key=lambda i: _hash(f"{i} {address}")):
+            is_larger = counts[learner] == fewest and num_larger > 0
+            if counts[learner] < fewest or is_larger:
+                break
+        num_larger -= is_larger
+        counts[learner] += 1
+        if learner == rank:
+            own.add(address)
+    return tuple(address for address in addresses if address in own)
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def describe_change(before: Iterable[str], after: Iterable[str]) -> str:
