@@ -183,7 +183,7 @@ class Net(nn.Module):
         head_size = LSTM_SIZE if use_lstm else core_size
         self.policy = PolicyHead(head_size, self.distribution, initial_std)
         self.value_torso = None
-        if model == "tanh" and not use_lstm:  # As in PPO.
+        if model == "tanh" and not use_lstm:  # As in PPO's networks for MuJoCo.
             self.value_torso = TORSOS[model](observation_space)
         linear = PopArt if "returns" in normalize else nn.Linear
         self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
@@ -328,7 +328,7 @@ class Actor:
             kills an actor that takes too long.
         """
         E = flags.envs_per_actor
-        with keep_torch():
+        with keep_torch():  # Environments may seed torch, or change its defaults.
             self.envs = stepping.Environments(
                 lambda: create_env(flags),
                 E,
@@ -348,7 +348,7 @@ class Actor:
         self.state = net.initial_state(E)
         self.buffers = buffers
         # The last row of a rollout is row 0 of the next one (table in core.rollout).
-        self.last_row = map_nest(lambda slab: slab[0, 0].copy(), buffers.rows)
+        self.last_row = map_nest(lambda rows: rows[0, 0].copy(), buffers.rows)
         self.started = False
         # Seconds of the last rollout: in environments, and in everything else.
         self.env_s = self.agent_s = 0.0
@@ -366,8 +366,8 @@ class Actor:
             map_nest(np.copyto, row, self.last_row)
         else:
             self._first_row(row)
-        for slab, state in zip(self.buffers.agent_state, self.state):
-            slab[index] = state.numpy()
+        for states, state in zip(self.buffers.agent_state, self.state):
+            states[index] = state.numpy()  # Before the rollout's first row.
         T = self.buffers.unroll_length
         for t in range(T):
             version = self._fetch()
@@ -381,7 +381,7 @@ class Actor:
             row["policy_version"][...] = version
             began, seed = time.monotonic(), torch.initial_seed()
             self.envs.step(row["action"], row)
-            undo_seeding(seed)
+            undo_seeding(seed)  # Or the policy would repeat its random numbers.
             self._clock[0] = time.monotonic()
             env_s += self._clock[0] - began
         self._clock[0] = 0.0
@@ -426,7 +426,7 @@ def act(
     """
     prepare.check_code(program=code, actor=own_code())
     net = create_net(flags, spaces)
-    if getattr(net, "use_bfloat16", False):  # Your Net may lack it.
+    if getattr(net, "use_bfloat16", False):  # A Net of your own may lack it.
         to_bfloat16(net.torso)
     actor = Actor(
         flags,
@@ -438,8 +438,9 @@ def act(
         fetch=process.fetcher(net),
         clock=process.clock,
     )
-    # Faster than no_grad. Not with --serial: there the learner has the same Net, and
-    # cannot learn with a tensor that forward has made and kept in inference mode.
+    # Faster than no_grad. --serial has only the no_grad of `unroll`: there actors and
+    # learner share one Net, and a tensor that `forward` keeps from inference mode
+    # cannot take part in a gradient.
     with torch.inference_mode():
         process.fill_buffers(actor)
 
@@ -471,7 +472,7 @@ def learn_loop(
 ) -> None:
     """Run one learner thread: take full buffers, copy them, give them back, learn."""
     set_torch_threads(flags.learner_cores)
-    n = new_rollouts(flags) // flags.envs_per_actor
+    n = new_rollouts(flags) // flags.envs_per_actor  # A buffer has E rollouts.
     stream = gpu.create_stream(learner.device)
     empty = np.empty if stream is None else gpu.empty_page_locked
     assembler = BatchAssembler(buffers, n, empty, num_replayed=replay.num_sampled)
@@ -493,8 +494,8 @@ def train(flags: argparse.Namespace) -> Exit:
     if not flags.serial:
         check_main_file()
     keep_freed_memory()
-    opening = run_folder(flags)  # Now: an environment may change the folder.
-    # First: a misspelt --env must not create a run.
+    opening = run_folder(flags)  # An environment may change the working directory.
+    # Before `opening` creates the run's folder: a misspelt --env creates none.
     spaces, options = read_env(flags)
     with opening as run_dir, StopSignal() as stop:
         # The devices of the learner and of the actors.

@@ -248,7 +248,7 @@ class Net(nn.Module):
         head_size = LSTM_SIZE if use_lstm else core_size
         self.policy = PolicyHead(head_size, self.distribution, initial_std)
         self.value_torso = None
-        if model == "tanh" and not use_lstm:  # As in PPO.
+        if model == "tanh" and not use_lstm:  # As in PPO's networks for MuJoCo.
             self.value_torso = TORSOS[model](observation_space)
         linear = PopArt if "returns" in normalize else nn.Linear
         self.baseline = orthogonal(linear(head_size, 1), gain=1.0)
@@ -363,7 +363,7 @@ class Weights:
 
         Returns the version that `net` has now.
         """
-        if self._version == have:
+        if self._version == have:  # Without the lock: the next batch looks again.
             return have
         with self._lock:
             for name, tensor in net.state_dict().items():
@@ -375,7 +375,7 @@ class Weights:
 def copy_for_acting(flags: argparse.Namespace, net: Net) -> Net:
     """Return a copy of the network for one inference thread."""
     net = copy.deepcopy(net).to(flags.actor_device)
-    if getattr(net, "use_bfloat16", False):  # Your Net may lack it.
+    if getattr(net, "use_bfloat16", False):  # A Net of your own may lack it.
         to_bfloat16(net.torso)
     return net
 
@@ -570,7 +570,7 @@ def create_pool(
         allocate=allocate,
     )
     # A batch has all observations that have arrived when an inference thread is free.
-    # It has no minimum size, and nothing waits.
+    # It has no minimum size: no observation waits for others.
     inference_batcher = libtorchbeast.DynamicBatcher(
         # The rows of one stream stay together.
         maximum_batch_size=max(MAX_INFERENCE_BATCH, welcome.num_envs),
@@ -584,7 +584,7 @@ def create_pool(
         env_server_addresses=(),  # PoolWatch sets them, as servers come and go.
         max_streams=max_streams,
         initial_agent_state=map_nest(lambda x: x.cpu(), state),
-        named_rows=True,
+        named_rows=True,  # Dicts as in core.rollout, not the tuples of 2019.
         inference_keys=NET_INPUTS,
         **pool.stream_options(flags, welcome),
         **options,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment servers for PolyBeast: many environments, on any machine.
 
-    python -m polybeast_env --env PongNoFrameskip-v4 --server_address 0.0.0.0:4431 \\
-        --tls_dir ~/torchbeast-certs
+    python -m polybeast_env --env PongNoFrameskip-v4 --num_servers 16 \\
+        --server_address 0.0.0.0:4431 --tls_dir ~/torchbeast-certs
 
-Each of `--num_servers` processes listens at an address of its own (here the ports from
-4431 on) and steps S streams of K environments for the learner that connects:
+Each of `--num_servers` processes listens at an address of its own (here the ports 4431
+to 4446) and steps S streams of K environments for the learner that connects:
 
     this process          server processes                          learner
     ┌────────────┐ fork  ┌─────────────────────────────┐  stream   ┌───────────┐

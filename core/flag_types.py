@@ -143,6 +143,11 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **kwargs: Any):
+        kwargs.setdefault(
+            "epilog",
+            "@FILE stands for the flags in a file, for example @settings/mujoco.txt. "
+            "Later flags override them.",
+        )
         super().__init__(fromfile_prefix_chars="@", **kwargs)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:

@@ -224,7 +224,7 @@ def add_server_flags(group: Any) -> None:
     group.add_argument(
         "--insecure",
         action="store_true",
-        help="connect to other machines without --tls_dir: anybody who reaches the "
+        help="let other machines connect without --tls_dir: anybody who reaches the "
         "port can take part, and the network can read and change all traffic",
     )
     group.add_argument(

@@ -5,6 +5,7 @@ Needs neither torch nor a compiler: the environment servers parse flags too.
 """
 
 import argparse
+import importlib.util
 import os
 import re
 import secrets
@@ -69,7 +70,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--checkpoint_interval_s",
         type=number(0),
         default=600.0,
-        help="seconds between checkpoints, after one at the start; the last at the end",
+        help="seconds between checkpoints. There is also one after the first update, "
+        "and one at the end",
     )
     run.add_argument(
         "--log_interval_s",
@@ -97,11 +99,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         help="stop: write a checkpoint and end the run with a non-zero status. wait: "
         "keep waiting, and log this again every --stall_timeout_s",
     )
-    run.add_argument(
-        "--wandb",
-        action="store_true",
-        help="log to Weights & Biases too (pip install wandb)",
-    )
+    run.add_argument("--wandb", action="store_true", help="log to Weights & Biases")
     _add_test_flags(run)
 
 
@@ -215,7 +213,7 @@ def add_learner_flags(parser: argparse.ArgumentParser) -> None:
         type=int_at_least(1),
         default=50_000_000,
         help="agent steps to train for. All flags that are whole numbers accept "
-        "200000, 200_000, 2e5 and 200k",
+        "200000, 200_000, 200k and 0.2M",
     )
     learner.add_argument(
         "--batch_size",
@@ -565,13 +563,14 @@ def check_common(
             f"--init_from is {flags.init_from} but --mode is {flags.mode}: it is for "
             "training. Name the run to test with --xpid."
         )
-    if flags.mode == "train":
-        for flag in ("video", "greedy"):
-            if getattr(flags, flag):
-                parser.error(
-                    f"--{flag} is set but --mode is train: it is for testing. Add "
-                    "--mode test, or leave it out."
-                )
+    for flag in ("video", "greedy"):
+        if flags.mode == "train" and getattr(flags, flag):
+            parser.error(
+                f"--{flag} is set but --mode is train: it is for testing. Add --mode "
+                "test, or leave it out."
+            )
+    if flags.wandb and importlib.util.find_spec("wandb") is None:
+        parser.error("--wandb needs a package. Run `pip install wandb`.")
     if flags.mode == "test_render" and flags.video:
         parser.error(
             "--video is set but --mode is test_render: games go to a window or to "

@@ -54,7 +54,6 @@ class RunLog:
     (of another version, or of other info keys). A row with a new name adds a column.
 
     Raises:
-      ConfigError: wandb is requested but not installed.
       OSError: the folder is not writable. After the start this is only a warning.
     """
 

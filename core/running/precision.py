@@ -68,14 +68,14 @@ def best_precision(
     chosen = f"--model {model}"
     if model == "auto":
         model = model_for(observation_space)
-        chosen = f"--model auto means {model} for this observation, which"
+        chosen = f"{model} (--model auto)"
     # If a fork has its own torso, this function does not see it, and decides by the one
     # that --model names.
     if not issubclass(TORSOS[model], ImageTorso):
         return "float32", (
             f"{chosen} has no convolutions, and bfloat16 would round the numbers "
-            "that it reads. A torso of your own with convolutions needs --precision "
-            "bfloat16"
+            "that it reads. If you have written a torso with convolutions, add "
+            "--precision bfloat16"
         )
     names = []
     for device in dict.fromkeys(devices):

@@ -15,10 +15,8 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from core.errors import ConfigError
 from core.running.atomic import write_atomically
 
 log = logging.getLogger(__name__)
@@ -37,13 +35,12 @@ class WandbLog:
     Args:
       run_dir: the run's folder; its name is the name of the run there.
       config: the flags.
-
-    Raises:
-      ConfigError: the package is not installed.
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
-        self._wandb = _import_wandb()
+        import wandb  # Only here: it is slow, and need not be installed.
+
+        self._wandb = wandb
         self._run_dir = run_dir
         self._config = dict(config)
         self._rows: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()  # None: end.
@@ -120,17 +117,6 @@ class WandbLog:
             )
         if self._lost:
             log.warning("Weights & Biases lacks %d rows", self._lost)
-
-
-def _import_wandb() -> ModuleType:
-    try:
-        import wandb
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "--wandb is set but the package is not installed. Run `pip install wandb`, "
-            "or leave --wandb out."
-        ) from None
-    return wandb
 
 
 def _run_id(run_dir: Path) -> str:

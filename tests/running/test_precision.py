@@ -80,9 +80,9 @@ def test_torsos_with_convolutions_are_in_bfloat16(model, space, expected, cpu):
     part = {"bfloat16": "cpu has AVX512-BF16", "float32": "has no convolutions"}
     assert part[expected] in reason
     if expected == "float32":
-        named = "auto means mlp for this observation" if model == "auto" else model
-        assert reason.startswith(f"--model {named}")
-        assert "A torso of your own" in reason and "--precision bfloat16" in reason
+        named = "mlp (--model auto)" if model == "auto" else f"--model {model}"
+        assert reason.startswith(named)
+        assert "written a torso with convolutions, add --precision bfloat16" in reason
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cuda:0", "cpu"), ("cpu", "cuda:0")])

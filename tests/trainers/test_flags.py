@@ -9,6 +9,7 @@ test_monobeast_flags.py and test_polybeast_flags.py.
 import functools
 import json
 import re
+import sys
 
 import pytest
 
@@ -597,6 +598,12 @@ def test_a_window_and_a_video_at_once_are_refused(program, trained, tmp_path, ca
     message = refusal(program, argv, capsys)
     for part in ("--video", "--mode is test_render", "--mode test --video"):
         assert part in message
+
+
+def test_wandb_that_is_not_installed_is_refused(program, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    message = refusal(program, ["--env", "Catch", "--wandb"], capsys)
+    assert "--wandb needs a package. Run `pip install wandb`." in message
 
 
 def test_init_from_is_for_training(program, trained, tmp_path, capsys):
