@@ -151,11 +151,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(fromfile_prefix_chars="@", **kwargs)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return _keep_address_files(shlex.split(arg_line, comments=True))
+        try:
+            return _keep_address_files(shlex.split(arg_line, comments=True))
+        except ValueError as error:  # A quote without its end, or \ at the end.
+            self.error(f"cannot read the line {arg_line!r} of an @FILE: {error}")
 
     def parse_args(self, args=None, namespace=None):
         args = _keep_address_files(sys.argv[1:] if args is None else args)
-        flags, unknown = self.parse_known_args(args, namespace)
+        try:
+            flags, unknown = self.parse_known_args(args, namespace)
+        except (UnicodeDecodeError, RecursionError) as error:
+            self.error(f"cannot read an @FILE: {error}")
         if unknown:
             self.error(self._unknown(unknown[0].partition("=")[0]))
         return flags

@@ -66,7 +66,8 @@ def run_learners(statuses: Path) -> int:
             ranks.check_host("--rdzv_endpoint", host)
         elif not args.standalone:
             ranks.check_host("--master_addr", args.master_addr)
-        run.main(sys.argv[1:])
+        # torchrun would make a folder in /tmp for its logs, and leave it there.
+        run.main(["--log_dir", str(statuses), *sys.argv[1:]])
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return Exit.CONFIG
@@ -80,7 +81,8 @@ def run_learners(statuses: Path) -> int:
         if not statuses.exists():  # It was deleted, and no learner has ended since.
             print("No learner could write how it ended", file=sys.stderr)
             return Exit.INTERNAL
-        for path in sorted(statuses.iterdir(), key=lambda path: int(path.name)):
+        numbered = [path for path in statuses.iterdir() if path.name.isdecimal()]
+        for path in sorted(numbered, key=lambda path: int(path.name)):
             text = path.read_text()
             status = int(text or Exit.INTERNAL)
             if status not in (Exit.DONE, Exit.STOPPED):

@@ -30,7 +30,7 @@ def publish(run_dir: Path, out: Path) -> Path:
         raise SystemExit(f"{run_dir}: no checkpoint")
     if not (run_dir / "meta.json").is_file():
         raise SystemExit(f"{run_dir}: no meta.json, which --mode test needs")
-    if (out / "checkpoints").exists():
+    if any((out / "checkpoints").glob("step-*")):
         raise SystemExit(f"{out} has checkpoints already; name a new folder")
     out.mkdir(parents=True, exist_ok=True)
     shutil.copy(run_dir / "meta.json", out)

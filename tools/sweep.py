@@ -379,7 +379,9 @@ def user_of(run: Run) -> str:
 def last_row(path: Path) -> dict[str, str]:
     """Return the last whole row of a logs.csv, {} before the first."""
     lines = tail(path).split("\n")[:-1]  # What follows the last \n is half a row.
-    if not lines or lines[-1].startswith("step,"):
+    # Neither the header nor what a machine without power has left.
+    lines = [line for line in lines if line.partition(",")[0].isdecimal()]
+    if not lines:
         return {}
     with open(path, encoding="utf-8") as file:
         header = file.readline().rstrip("\n").split(",")

@@ -90,13 +90,14 @@ class RowWriter:
 
     def number(self, k: int, name: str, value: Any) -> float:
         """Return a scalar as a float."""
-        if isinstance(value, (float, int)):  # Also np.float64.
-            return float(value)
         try:
-            if isinstance(value, str | bytes) or np.ndim(value) != 0:
+            is_number = isinstance(value, (float, int))  # Also np.float64. For speed.
+            if not is_number and (
+                isinstance(value, str | bytes) or np.ndim(value) != 0
+            ):
                 raise TypeError
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise self._error(k, name, "a number", value) from None
 
     def _write(

@@ -95,6 +95,22 @@ def find_wrong_host(host: str) -> str | None:
     return None if is_name else "the name of a host and a port"
 
 
+def check_socket_path(address: str) -> None:
+    """Check that the path of a unix socket, unix:/path, is not too long.
+
+    Raises:
+      ConfigError: it is.
+    """
+    path = address.removeprefix("unix:")
+    nbytes = len(os.fsencode(path))
+    if nbytes > UNIX_PATH_NBYTES:
+        raise ConfigError(
+            f"the socket path {path} has {nbytes} bytes, but a server's may have at "
+            f"most {UNIX_PATH_NBYTES}. Choose a shorter one; for a folder in TMPDIR, "
+            "set TMPDIR to a shorter folder."
+        )
+
+
 def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
     """Check that a server may listen at an address. Does not check if a port is free.
 
@@ -113,14 +129,8 @@ def check_address(address: str, *, tls_dir: str | None, insecure: bool) -> None:
         )
     if not address.startswith("unix:"):
         return
+    check_socket_path(address)
     path = address.removeprefix("unix:")
-    nbytes = len(os.fsencode(path))
-    if nbytes > UNIX_PATH_NBYTES:
-        raise ConfigError(
-            f"the socket path {path} has {nbytes} bytes, but a server's may have at "
-            f"most {UNIX_PATH_NBYTES}. Choose a shorter one; for a folder in TMPDIR, "
-            "set TMPDIR to a shorter folder."
-        )
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ConfigError(

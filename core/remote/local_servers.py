@@ -12,6 +12,7 @@ from core import flag_types
 from core.errors import ConfigError, Exit
 from core.proc import continue_if_stopped
 from core.remote import child
+from core.remote.addresses import check_socket_path
 from core.remote.server_flags import passed_on
 from core.remote.supervisor import DELIVERED_STEPS
 from core.running import terminal
@@ -53,6 +54,7 @@ class LocalServers:
         self._last_line = ""
         self.restarts = 0  # Restarts of servers so far.
         try:
+            check_socket_path(self.addresses[-1])
             self._start()
         except BaseException:
             self._remove_folder()

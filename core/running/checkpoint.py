@@ -216,7 +216,12 @@ def _names(directory: Path) -> dict[str, int]:
     try:
         with os.scandir(directory) as entries:
             found = {e.name: e.inode() for e in entries if e.name.startswith("step-")}
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if directory.is_symlink():
+            raise CheckpointError(
+                f"{directory} is a link to a folder that does not exist. Is its disk "
+                "mounted?"
+            ) from error
         return {}
     except OSError as error:
         raise CheckpointError(f"cannot read {directory}: {error}") from error

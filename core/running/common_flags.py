@@ -569,7 +569,7 @@ def check_common(
                 f"--{flag} is set but --mode is train: it is for testing. Add --mode "
                 "test, or leave it out."
             )
-    if flags.wandb and importlib.util.find_spec("wandb") is None:
+    if flags.wandb and not getattr(importlib.util.find_spec("wandb"), "origin", None):
         parser.error("--wandb needs a package. Run `pip install wandb`.")
     if flags.mode == "test_render" and flags.video:
         parser.error(

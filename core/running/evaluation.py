@@ -20,7 +20,7 @@ import torch
 
 from core.action_spaces import check_spaces
 from core.environments.stepping import Environments
-from core.errors import ConfigError, EnvError, MakeError
+from core.errors import ConfigError, EnvError, MakeError, one_line
 from core.nests import Nest, describe, map_nest
 from core.rollout import NET_INPUTS, Spaces
 from core.running import checkpoint, common_flags, dashboard, folder
@@ -130,15 +130,30 @@ def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
     import imageio.v2 as imageio  # Imported here: only videos need this package.
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    fps = float(env.metadata.get("render_fps") or 30)
+    path.open("wb").close()  # ffmpeg's error would be forty lines.
+    fps = env.metadata.get("render_fps") or 30
+    if not isinstance(fps, int | float):
+        raise ConfigError(
+            f"--video: the environment's metadata['render_fps'] is {fps!r}; expected "
+            "frames per second, such as 30"
+        )
+
+    def add_frame(picture: np.ndarray) -> None:
+        try:
+            writer.append_data(picture)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--video: cannot add a frame, {describe(picture)}, to {path}: "
+                f"{one_line(str(error))}. Is the disk full, or have the frames "
+                "different sizes?"
+            ) from error
+
     # H.264 needs an even width and height. imageio's default, multiples of 16, would
     # stretch the frames of Atari games.
     writer = imageio.get_writer(path, fps=fps, macro_block_size=2)
-    try:
-        yield writer.append_data
-    finally:
-        writer.close()
-        print(f"Wrote {path}", flush=True)
+    with contextlib.closing(writer):
+        yield add_frame
+    print(f"Wrote {path}", flush=True)
 
 
 def _between_calls(games: Iterator[Game], clock: np.ndarray) -> Iterator[Game]:

@@ -17,6 +17,7 @@ Two processes never train in one folder: see `prepare_run_dir`.
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -37,6 +38,9 @@ from core.running.atomic import sweep, write_atomically
 
 log = logging.getLogger(__name__)
 
+# Errors of a path that is not the program's to write, or of the wrong kind.
+UNUSABLE = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
 
 class RunDirBusy(ConfigError):
     """Another process is training in this run's folder."""
@@ -53,15 +57,23 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
 
     Raises:
       RunDirBusy: another process holds a lock.
-      ConfigError: the folder cannot be created or written to.
+      ConfigError: the folder cannot be created or written to, or is a link to nothing.
     """
-    run_dir = Path(os.path.realpath(savedir / xpid))
+    link, run_dir = savedir / xpid, Path(os.path.realpath(savedir / xpid))
     try:
+        if link.is_symlink() and not link.exists():
+            raise ConfigError(
+                f"{link} is a link to {run_dir}, which does not exist. Is its disk "
+                "mounted? Mount it, or delete the link to start from scratch."
+            )
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         _lock_name(run_dir)
         run_dir.mkdir(exist_ok=True)
         lock_folder(run_dir)
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+    except OSError as error:
+        bad_name = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+        if not bad_name and not isinstance(error, UNUSABLE):
+            raise
         raise ConfigError(
             f"--savedir is {savedir}, where the folder {xpid} cannot be created or "
             f"written to: {error}. Choose another --savedir."

@@ -18,11 +18,8 @@ from core.algorithm.learners import LearnerLost, tell_flags_are_wrong, train_tog
 from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, UsageError
 from core.running import terminal
 from core.running.checkpoint import CheckpointError, CheckpointMismatch
-from core.running.folder import RunDirBusy
+from core.running.folder import UNUSABLE, RunDirBusy
 from core.running.supervise import send_at_parents_end
-
-# A path that is not the program's to write, or of the wrong kind.
-UNUSABLE = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 def run_program(
@@ -47,6 +44,7 @@ def _run(
     test: Callable[[argparse.Namespace], Exit],
     argv: Sequence[str] | None,
 ) -> int:
+    savedir = None
     with contextlib.ExitStack() as stack:
         try:
             try:
@@ -93,7 +91,9 @@ def _run(
             if (line := describe_full_disk(error)) is not None:
                 print(line, file=sys.stderr)
                 return int(Exit.CHECKPOINT)
-            if (line := describe_unusable_path(error, savedir)) is not None:
+            if savedir is not None:
+                line = describe_unusable_path(error, savedir)
+            if line is not None:
                 print(line, file=sys.stderr)
                 return int(Exit.CONFIG)
             traceback.print_exc()

@@ -103,7 +103,7 @@ class StopSignal:
     If the old handler is the default action, a later signal ends the process with
     status 128 + n instead (n: the signal's number), because the default action would
     report that the signal killed the process. While the interpreter shuts down, these
-    signals are blocked.
+    signals are ignored.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class StopSignal:
         for signum, handler in self._old.items():
             is_end = handler == signal.SIG_DFL
             signal.signal(signum, _end_at_once if is_end else handler)
-        atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
+        atexit.register(_ignore_stop_signals)
 
     def _handle(self, signum: int, frame: object) -> None:
         now = time.monotonic()
@@ -138,6 +138,16 @@ class StopSignal:
                 "\x1b[?25h\nSecond signal: exiting at once, no checkpoint.\n"
             )
             _end_at_once(signum, frame)
+
+
+def _ignore_stop_signals() -> None:
+    """Ignore these signals until the process has ended.
+
+    The interpreter restores the default action of signals that have a handler, but not
+    of ignored ones. To block them would not be enough: threads of C++ still take them.
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _end_at_once(signum: int, frame: object) -> None:

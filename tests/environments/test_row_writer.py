@@ -75,6 +75,10 @@ VIOLATIONS = {
         {"info": {"score": "7"}},
         "'info/score' expected a number, got '7'",
     ),
+    "info too large": (
+        {"info": {"score": 10**400}},
+        f"'info/score' expected a number, got {10**400}",
+    ),
     "info array": (
         {"info": {"score": np.zeros(2)}},
         "'info/score' expected a number, got float64[2]",

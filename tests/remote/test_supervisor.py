@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from subprocess import PIPE
@@ -163,6 +164,15 @@ def test_servers_have_the_code_of_the_program_that_starts_them(
     assert run("my_env") == "mine\n"
     monkeypatch.chdir(tmp_path / folder)
     assert run("servers") == f"{folder}\n"
+
+
+def test_a_folder_whose_name_is_too_long_for_sockets_is_named(tmp_path, monkeypatch):
+    (folder := tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    flags = polybeast.parse_flags(["--env", "Catch", "--num_servers", "1"])
+    with pytest.raises(ConfigError, match="set TMPDIR to a shorter folder"):
+        local_servers.LocalServers(flags)
+    assert not any(folder.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["acceptor or dialer", "local servers"])

@@ -40,6 +40,7 @@ def test_a_folder_with_checkpoints_is_refused(runs, published):
 
 def test_a_new_checkpoint_is_told(runs, capsys):
     out = runs / "told"
+    (out / "checkpoints").mkdir(parents=True)  # As a full disk leaves it.
     publish.main([str(runs / "x"), str(out)])
     (path,) = (out / "checkpoints").iterdir()
     assert re.fullmatch(rf"{path}: 0\.\d\d MB\n", capsys.readouterr().out)

@@ -217,6 +217,14 @@ def test_the_summary_has_each_run_and_finished_ones_are_not_started_again(
     assert summary(tmp_path) == rows
 
 
+def test_a_damaged_row_is_not_the_last(tmp_path):
+    path = tmp_path / "logs.csv"
+    path.write_text("step,sps\n1,10.5\n2,11.5\n\0\0\0\n3,1")
+    assert sweep.last_row(path) == {"step": "2", "sps": "11.5"}
+    path.write_text("step,sps\n\0\0\0\n")
+    assert sweep.last_row(path) == {}
+
+
 def test_each_run_has_its_cores_and_the_next_one_gets_those_of_the_first_to_end(
     toml, tmp_path, start_sweep
 ):

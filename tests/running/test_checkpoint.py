@@ -258,6 +258,9 @@ def test_a_directory_that_cannot_be_read_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot read"):
         load(tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "mnt")
+    with pytest.raises(CheckpointError, match="is a link to a folder that does not ex"):
+        load(tmp_path / "link")
 
 
 def test_load_survives_a_trainer_that_saves_meanwhile(tmp_path, monkeypatch):

@@ -337,3 +337,34 @@ def test_an_environment_without_pictures_is_told_in_one_line(tmp_path, picture, 
     with pytest.raises(ConfigError, match=said):
         next(games)
     assert not (tmp_path / "video").exists()
+
+
+@pytest.mark.parametrize(
+    "fps, change, error, said",
+    [
+        ("fast", 0, ConfigError, r"metadata\['render_fps'\] is 'fast'; expected"),
+        (None, 1, ConfigError, r"cannot add a frame, uint8\[41,40,3\], to .*000.mp4"),
+        (None, 0, IsADirectoryError, "game-000.mp4"),
+    ],
+)
+def test_a_video_that_cannot_be_written_is_told(tmp_path, fps, change, error, said):
+    pytest.importorskip("imageio_ffmpeg")
+    height = 40
+
+    class Growing(Catch):
+        metadata = {**Catch.metadata, "render_fps": fps}
+
+        def render(self):
+            nonlocal height
+            height += change
+            return np.zeros((height - change, 40, 3), np.uint8)
+
+    envs = Environments(lambda: Growing(render_mode="rgb_array"), 1, seed=SEED)
+    if error is IsADirectoryError:
+        (tmp_path / "game-000.mp4").mkdir()
+    games = evaluation.play(
+        envs, lambda row, state: (np.array([1]), state), None, num_games=1,
+        video_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(error, match=said):
+        next(games)

@@ -150,10 +150,18 @@ def test_latest_points_to_the_run_linked_last(tmp_path):
 def test_a_savedir_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    for savedir in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "loop"):
+    bad = ("file", "file/below", "loop", "x" * 300)
+    for savedir in (tmp_path / name for name in bad):
         said = f"--savedir is {savedir}, where the folder one cannot be created"
         with pytest.raises(ConfigError, match=said):
             prepare_run_dir(savedir, "one")
+
+
+def test_a_run_whose_disk_is_not_mounted_does_not_begin_anew(tmp_path):
+    (tmp_path / "one").symlink_to(tmp_path / "mnt" / "one")
+    with pytest.raises(ConfigError, match="one is a link to .*mnt/one, which does not"):
+        prepare_run_dir(tmp_path, "one")
+    assert not (tmp_path / "mnt").exists()
 
 
 def test_a_run_of_another_user_is_refused_in_one_line(tmp_path, monkeypatch):

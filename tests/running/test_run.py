@@ -1081,6 +1081,15 @@ def test_a_path_in_savedir_of_the_wrong_kind_is_one_line(tmp_path, capsys, name,
     assert f"'{path}'" in line and "choose another --savedir" in line.lower()
 
 
+def test_an_error_before_there_are_flags_is_shown_as_it_is(capsys):
+    def parse_flags(argv):
+        raise PermissionError("of a folder")
+
+    assert program.run_program(parse_flags, None, None, []) == Exit.INTERNAL
+    err = capsys.readouterr().err
+    assert err.endswith("PermissionError: of a folder\n") and "UnboundLoc" not in err
+
+
 def test_a_file_in_a_folder_of_another_user_is_one_line():
     error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/runs/x/1.csv")
     line = program.describe_unusable_path(error, "/runs")

@@ -50,12 +50,27 @@ def test_flags_after_a_file_win_and_comments_are_skipped(tmp_path):
     assert (flags.batch_size, flags.learning_rate) == (8, 0.25)
 
 
-def test_a_file_that_is_missing_is_one_line(capsys):
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, "mine.txt'"),
+        (b"--env 'Catch\n", 'cannot read the line "--env \'Catch" of an @FILE'),
+        (b"--env Catch \\\n", "cannot read the line '--env Catch \\\\' of an @FILE"),
+        (b"--env \xff", "cannot read an @FILE: 'utf-8' codec can't decode"),
+        (b"@mine.txt", "cannot read an @FILE: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(
+    tmp_path, monkeypatch, capsys, content, said
+):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("mine.txt").write_bytes(content)
     with pytest.raises(SystemExit) as caught:
-        monobeast.parse_flags(["@settings/none.txt"])
+        monobeast.parse_flags(["@mine.txt"])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "settings/none.txt" in line
+    assert said in line
 
 
 FAMILIES = {

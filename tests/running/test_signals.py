@@ -53,11 +53,13 @@ def test_the_old_handlers_come_back_afterwards():
 @pytest.mark.parametrize("late, status", [(False, 130), (True, 75)])
 def test_a_signal_at_the_very_end_leaves_an_exit_status(late, status):
     done = run_python(f"""
-        import atexit, signal, sys
+        import atexit, os, signal, sys, threading
         from core.errors import Exit
         from core.running.signals import StopSignal
+        # Takes signals that the main thread has blocked, as gRPC's threads do.
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        atexit.register(signal.raise_signal, signal.SIGINT)  # While Python ends.
+        atexit.register(os.kill, os.getpid(), signal.SIGINT)  # While Python ends.
         with StopSignal():
             signal.raise_signal(signal.SIGINT)
         if not {late}:
