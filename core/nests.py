@@ -24,6 +24,9 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))  # Also of np.float32.
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize

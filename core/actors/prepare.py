@@ -12,6 +12,7 @@ import numpy as np
 
 from core.action_spaces import check_spaces
 from core.actors import shared_memory
+from core.environments.make import check_options
 from core.environments.stepping import Environments, env_seed
 from core.errors import ConfigError, EnvSpecError, MakeError
 from core.nests import ArraySpec, Nest
@@ -38,17 +39,18 @@ def read_env(
       limit_s: for each call into the environment (--env_step_timeout_s).
 
     Raises:
-      ConfigError: there is no such environment, or no policy fits its spaces.
+      ConfigError: there is no such environment, or no policy fits its spaces; or an
+        option cannot be recorded.
     """
     with limit_calls(limit_s) as clock, keep_torch():
         try:
             envs = Environments(create_env, 1, seed=0, clock=clock)
+            with contextlib.closing(envs):
+                check_spaces(envs.observation_space, envs.action_space)
+                spaces = Spaces(envs.observation_space, envs.action_space)
+                return spaces, check_options(env_options(envs.envs[0]))
         except MakeError as error:
             raise ConfigError(str(error)) from error
-        with contextlib.closing(envs):
-            check_spaces(envs.observation_space, envs.action_space)
-            spaces = Spaces(envs.observation_space, envs.action_space)
-            return spaces, env_options(envs.envs[0])
 
 
 def check_same_spaces(expected: Spaces, got: Spaces) -> None:

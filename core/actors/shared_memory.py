@@ -287,7 +287,8 @@ class SharedWeights:
                 raise ConfigError(
                     "the actors' network is not the learner's (first difference: "
                     f"{name} is {got}, the learner's is {needed}): assign Net and "
-                    "create_env at the top level of a script, not under __main__"
+                    "create_env at the top level of a script, not under __main__, and "
+                    "create all modules in Net.__init__, not in create_learner"
                 )
 
     def publish(self, tensors: Mapping[str, Any], version: int) -> None:

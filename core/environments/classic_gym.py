@@ -3,6 +3,7 @@
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -17,8 +18,8 @@ def adapt(env: Any) -> gym.Env:
     """Return `env` if it is a Gymnasium environment, else `ClassicGym(env)`.
 
     Raises:
-      MakeError: `env` lacks a method or a space, or a space has no counterpart; or it
-        is a vector environment.
+      MakeError: `env` lacks a method or a space, or a space has no counterpart; or its
+        `reset` takes no seed; or it is a vector environment.
     """
     if isinstance(env, gym.vector.VectorEnv):
         raise MakeError(
@@ -34,7 +35,26 @@ def adapt(env: Any) -> gym.Env:
             "environment of Gymnasium or classic gym. Set observation_space and "
             "action_space when it is made: the learner builds its model from them."
         )
-    return env if isinstance(env, gym.Env) else ClassicGym(env)
+    if not isinstance(env, gym.Env):
+        return ClassicGym(env)
+    layer: Any = env
+    while layer is not None:
+        if not _takes_seed(layer.reset):
+            raise MakeError(
+                f"{type(layer).__name__}.reset takes no seed; expected the interface "
+                "of Gymnasium: def reset(self, *, seed=None, options=None)"
+            )
+        layer = layer.env if isinstance(layer, gym.Wrapper) else None
+    return env
+
+
+def _takes_seed(reset: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(reset, follow_wrapped=False).parameters
+    except (TypeError, ValueError):  # Of a function in C, for example.
+        return True
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return "seed" in parameters or takes_kwargs
 
 
 class ClassicGym(gym.Env):

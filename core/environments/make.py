@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpy as np
 from core.environments import toys
 from core.environments.classic_gym import adapt
 from core.errors import MakeError
+from core.nests import describe
 
 TOYS = {"Catch": toys.Catch, "Memory": toys.Memory}
 
@@ -46,6 +48,31 @@ def make(name: str, **kwargs: Any) -> gym.Env:
         if function is not None:
             return _call(name, function, kwargs)
     return _make_gymnasium(name, **kwargs)
+
+
+def check_options(options: Any) -> dict[str, bool | int | float | str]:
+    """Return the options of an environment, as `env_options` of a program gave them.
+
+    Raises:
+      MakeError: they are no dict, or one has a type or a value that the run's records
+        or the wire protocol cannot have.
+    """
+    if not isinstance(options, dict):
+        raise MakeError(f"env_options returned {describe(options)}, expected a dict")
+    for name, value in options.items():
+        is_nan = isinstance(value, float) and math.isnan(value)
+        if is_nan or not isinstance(value, bool | int | float | str):
+            raise MakeError(
+                f"env_options: {name} is {value!r:.80} ({type(value).__name__}), "
+                "expected a bool, int, float or str"
+            )
+    frames = options.get("frame_skip", 1)
+    if type(frames) is not int or frames < 1:
+        raise MakeError(
+            f"env_options: frame_skip is {frames!r}, expected a whole number of frames "
+            "per step, at least 1"
+        )
+    return options
 
 
 def _make_gymnasium(name: str, **kwargs: Any) -> gym.Env:

@@ -22,7 +22,7 @@ from core.action_spaces import first_action
 from core.environments.classic_gym import adapt, convert_space
 from core.environments.faults import is_ctrl_c, name_of, only_exceptions
 from core.environments.row_writer import RowWriter
-from core.errors import EnvError, EnvSpecError, MakeError
+from core.errors import EnvError, EnvSpecError
 from core.nests import Nest, leaves, map_nest, unflatten
 from core.rollout import action_at, copy_at, each_action, leaf_spaces, row_spec, text_of
 
@@ -138,12 +138,14 @@ class Environments:
         self._clock = np.zeros(1) if clock is None else clock
         self._progress: list[_Progress] = []  # Empty until `reset`.
         self.envs: list[gym.Env] = []
+        self._made: list[Any] = []  # What make_env returned for each.
         with contextlib.ExitStack() as stack, only_exceptions("making it"):
             # One closer per environment, which closes that environment once.
             self._closers = [
                 stack.enter_context(contextlib.ExitStack()) for _ in range(num_envs)
             ]
             for k in range(num_envs):
+                self._made.append(None)
                 self.envs.append(self._make(k))
             self.observation_space = convert_space(self.envs[0].observation_space)
             self.action_space = convert_space(self.envs[0].action_space)
@@ -161,7 +163,14 @@ class Environments:
 
     def _make(self, k: int) -> gym.Env:
         self._clock[0] = time.monotonic()
-        env = adapt(self._make_env())
+        made, self._made[k] = self._make_env(), None
+        env = adapt(made)
+        if any(made is other for other in self._made):
+            raise EnvSpecError(
+                f"create_env returned the same {name_of(env)} twice: expected a new "
+                "environment from each call, since each plays a game of its own"
+            )
+        self._made[k] = made
         self._closers[k].callback(self._close, env)
         return env
 
@@ -374,10 +383,7 @@ class Environments:
     def _recycle(self, k: int) -> None:
         self._call_env(k, self._closers[k].close)
         self.envs[k] = self._call_env(k, self._make, k)
-        try:
-            self._check_equal_spaces()
-        except MakeError as error:
-            raise EnvSpecError(str(error)) from None
+        self._check_equal_spaces()
 
     def _reset(self, k: int, seed: int | None) -> tuple[Any, dict[str, Any]]:
         """Reset environment k, with `seed` if there is one."""
@@ -450,7 +456,7 @@ class Environments:
             for name in ("observation_space", "action_space"):
                 expected, got = getattr(self, name), convert_space(getattr(env, name))
                 if got != expected:
-                    raise MakeError(
+                    raise EnvSpecError(
                         f"env {first_id + k} ({name_of(env)}): expected {name} "
                         f"{text_of(expected)} like that of env {first_id}, got "
                         f"{text_of(got)}"

@@ -265,6 +265,12 @@ def test_run(
         except MakeError as error:
             raise ConfigError(str(error)) from error
         stack.enter_context(contextlib.closing(envs))
+        made_for = envs.envs[0].render_mode
+        if render_mode == "human" and made_for != render_mode:
+            print(
+                f"Maybe no window: the environment has render_mode {made_for!r}, not "
+                "'human'. Does create_env pass render_mode on?"
+            )
         check_spaces(envs.observation_space, envs.action_space)
         net = create_net(Spaces(envs.observation_space, envs.action_space))
         # A published checkpoint has few flags, but its meta.json has all.

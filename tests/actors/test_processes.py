@@ -21,6 +21,7 @@ import pytest
 from core.actors import fork_server, prepare, processes
 from core.algorithm.replay import create_replay
 from core.environments.toys import Catch
+from core.errors import ConfigError
 from core.nests import map_nest
 from core.running import unit
 from core.running.supervise import start_thread
@@ -358,6 +359,11 @@ def hanging_env():
     env = Catch()
     env.step = lambda action: signal.pause()
     return env
+
+
+def test_options_of_the_environment_are_checked():
+    with pytest.raises(ConfigError, match="env_options: frame_skip is 0"):
+        prepare.read_env(Catch, lambda env: {"frame_skip": 0}, DEADLINE_S)
 
 
 def test_an_error_of_the_environments_own_code_is_no_wrong_configuration():

@@ -139,6 +139,21 @@ def test_classic_env_without_a_seed_warns_and_still_resets():
     assert env.reset(seed=13)[0].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("wraps", [False, True])
+def test_an_environment_whose_reset_takes_no_seed_is_told(wraps):
+    class Unseeded(gym.Env):
+        observation_space = action_space = gym.spaces.Discrete(2)
+
+        def reset(self, options=None):
+            return 0, {}
+
+    env = gym.Wrapper(Unseeded()) if wraps else Unseeded()
+    with pytest.raises(MakeError, match=r"^Unseeded.reset takes no seed; .*seed=None"):
+        adapt(env)
+    Unseeded.reset = lambda self, **kwargs: (0, {})
+    assert adapt(env) is env
+
+
 def test_classic_env_renders_and_closes_and_shows_its_unwrapped_self():
     env = OldEnv()
     adapted = gym.Wrapper(adapt(env))

@@ -7,7 +7,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from core.environments.make import make
+from core.environments.make import check_options, make
+from core.errors import MakeError
 
 
 def test_make_knows_toys_gymnasium_ids_and_functions():
@@ -167,3 +168,22 @@ def test_make_lets_an_error_inside_the_users_module_through(user_module):
             make("UserBroken-v0")
     finally:
         gym.registry.pop("UserBroken-v0")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (None, "returned None, expected a dict"),
+        ({"level": np.float32(0.5)}, r"level is .* \(float32\), expected a bool, int"),
+        ({"level": float("nan")}, r"level is nan \(float\), expected a bool, int"),
+        (
+            {"frame_skip": np.int64(4)},
+            r"frame_skip is .*4.* \(int64\), expected a bool",
+        ),
+        ({"frame_skip": 0}, "frame_skip is 0, expected a whole number"),
+        ({"frame_skip": 2.5}, "frame_skip is 2.5, expected a whole number"),
+    ],
+)
+def test_options_that_no_record_can_hold_are_named(options, said):
+    with pytest.raises(MakeError, match=f"env_options:? {said}"):
+        check_options(options)

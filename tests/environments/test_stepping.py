@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """core.environments.stepping: rows by arithmetic, seeds, recycling, exact resume."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -361,8 +362,22 @@ def test_actions_without_values_are_refused(space, said):
 
 def test_environments_with_different_spaces_are_refused():
     made = iter([CountingEnv(), CountingEnv(), Scripted()])
-    with pytest.raises(ValueError, match=r"env 2 \(Scripted\): expected observation_s"):
+    with pytest.raises(EnvSpecError, match=r"env 2 \(Scripted\): expected observatio"):
         Environments(lambda: next(made), 3, seed=SEED)
+
+
+def test_one_environment_in_two_places_is_refused():
+    one = CountingEnv()
+    with pytest.raises(EnvSpecError, match="create_env returned the same CountingEnv"):
+        Environments(lambda: one, 2, seed=SEED)
+    # A new one may take the place of the old one, even if it is the same object.
+    with contextlib.closing(
+        Environments(lambda: one, 1, seed=SEED, recycle_games=1)
+    ) as envs:
+        rows = envs.zero_rows()
+        envs.reset(rows)
+        while not rows["info"]["game_step"][0] > 0:
+            envs.step(np.array([0]), rows)
 
 
 def test_environments_are_closed_when_making_one_of_them_fails():

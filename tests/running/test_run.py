@@ -1119,3 +1119,13 @@ def test_the_bottleneck_is_the_busiest_stage(
 
 def test_before_anything_has_worked_there_is_no_bottleneck():
     assert run.bottleneck({}, actors_do_both=True) is None
+
+
+def test_games_that_no_window_shows_are_told(savedir, monkeypatch, capsys):
+    old = make_run(savedir, xpid="old")
+    folder.write_meta(savedir / "old", flags=vars(old.flags), extra={})
+    monkeypatch.setattr(monobeast, "create_env", lambda flags, mode: Catch())
+    argv = f"--mode test_render --savedir {savedir} --xpid old --num_episodes 1"
+    assert monobeast.test(monobeast.parse_flags(argv.split())) == Exit.DONE
+    out = capsys.readouterr().out
+    assert "Maybe no window: the environment has render_mode None" in out
