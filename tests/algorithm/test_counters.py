@@ -143,6 +143,17 @@ def test_games_of_several_learners_are_mixed_in_every_window():
     assert found["mean_life_return"] == 4.0
 
 
+def test_the_newest_games_of_several_learners_stay_in_the_window():
+    parts = [counters.EpisodeStats() for _ in range(2)]
+    for part, first in zip(parts, (1.0, 7.0)):
+        part.add_games([first, first + 1, first + 2], [1] * 3)
+        part.add_episodes([first, first + 1, first + 2])
+    whole = counters.EpisodeStats(window=4)
+    whole.merge([part.state() for part in parts])
+    for name in ("returns", "life_returns"):
+        assert sorted(whole.state()[name]) == [2.0, 3.0, 8.0, 9.0]
+
+
 def test_games_need_as_many_returns_as_steps():
     with pytest.raises(ValueError, match="zip"):
         counters.EpisodeStats().add_games([1.0, 2.0], [3])

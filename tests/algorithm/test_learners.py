@@ -22,6 +22,8 @@ from torch.distributed import PrefixStore, TCPStore
 import monobeast
 from core import proc, ranks
 from core.algorithm import agreement, learners, update
+from core.algorithm.batch_counts import BatchCounts
+from core.algorithm.counters import BusyTime, EpisodeStats
 from core.algorithm.learners import LearnerLost
 from core.errors import ConfigError, Exit, UsageError
 from core.nests import map_nest
@@ -44,6 +46,7 @@ def whole_batch(seed):
     batch = random_batch(seed=seed, columns=COLUMNS)
     batch["info"]["game_return"][T, : seed + 1] = 7.0  # Some games end.
     batch["info"]["game_step"][T, : seed + 1] = 70
+    batch["policy_version"] -= torch.arange(COLUMNS)  # Each with a lag of its own.
     return batch
 
 
@@ -677,6 +680,30 @@ def test_a_host_may_become_known_late(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     ranks.check_host("--master_addr", "late")
     assert answers == []
+
+
+def test_learner_0_counts_what_the_others_report_once(monkeypatch):
+    flags = parse()
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    monkeypatch.setattr(ranks, "rank", lambda: 0)
+    first, other = BatchCounts(flags), BatchCounts(flags)
+    for counts in (first, other):  # Both have resumed.
+        counts.restore({"stale": 7, "episodes": EpisodeStats().state()})
+    other.discard_restored()
+    for stale in (3, 5):
+        for counts in (first, other):
+            counts.stale += stale
+            counts._own_episodes.add_games([9.0], [4])
+        learner_1 = SimpleNamespace(rank=1, columns={})
+        first.add_reports([other.take_report(learner_1, BusyTime())])
+    assert first.stale == 7 + 2 * (3 + 5)
+    assert first.episodes.columns()["games"] == 4
+
+
+def test_sums_over_learners_keep_the_digits_of_float64(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: sums.mul_(2))
+    sums = learners.Learners(limit_s=1.0).sum({"target_square": 1e10 + 1})
+    assert sums == {"target_square": 2e10 + 2}
 
 
 @pytest.mark.parametrize("serial", [False, True])

@@ -327,6 +327,22 @@ def test_each_option_of_vtrace_reaches_it(option, monkeypatch):
     assert calls == [option]
 
 
+def test_each_flag_of_the_loss_reaches_it():
+    argv = "--discounting 0.8 --vtrace_lambda 0.7 --baseline_cost 0.4"
+    argv += " --entropy_cost 0.03 --reward_clipping none"
+    flags = monobeast.parse_flags(["--env", "Catch", *argv.split()])
+    outputs, batch = random_rows()
+
+    def net(rows, state):
+        return outputs, state
+
+    net.distribution = CATEGORICAL
+    options = {"discounting": 0.8, "baseline_cost": 0.4, "entropy_cost": 0.03}
+    expected = update.impala_loss(outputs, batch, **OPTIONS | options, lambda_=0.7)
+    loss = update.compute_loss(flags, net, batch, ())
+    assert loss.total_loss == expected.total_loss
+
+
 def test_entropy_and_rho_count_transitions_only():
     outputs, batch = plain_rows()
     outputs["policy_logits"].data.zero_()
@@ -386,6 +402,15 @@ def test_an_update_of_a_large_batch_with_unclipped_rewards_is_done(
     parts = learner.gradient(rows, state)
     assert len(parts) == 2
     torch.testing.assert_close(sum(part.total_loss for part in parts), whole.total_loss)
+
+
+@pytest.mark.parametrize("targets, var", [([1e5 - 1, 1e5 + 1], 1.0), ([0.1] * 3, 0.0)])
+def test_the_variance_of_targets_is_exact_far_from_0_and_never_negative(targets, var):
+    x, zero = torch.tensor(targets, dtype=torch.float64), torch.zeros(())
+    part = losses.ImpalaLoss(*[zero] * 6, x.sum(), x.square().sum())
+    sums = losses.sum_scalars([part], zero)
+    moments = losses.target_moments(sums, len(targets))
+    assert moments == (pytest.approx(x.mean().item()), var)
 
 
 def test_only_the_total_has_a_gradient():

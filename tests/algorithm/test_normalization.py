@@ -22,6 +22,7 @@ from core.algorithm.normalization import (
     PopArt,
     RunningNorm,
 )
+from core.algorithm.replay import mark_replayed
 from core.errors import ConfigError
 from core.nests import map_nest
 from core.rollout import Spaces
@@ -463,6 +464,8 @@ def test_an_update_learns_the_targets_of_its_transitions(
     learner = make_learner(RETURNS, "--learning_rate", "0", module=module)
     batch = on_policy(learner.net, random_batch())
     batch["truncated"][2, 1] = True
+    marks = mark_replayed(T + 1, B - 1, B)
+    batch["replayed"] = torch.from_numpy(marks)  # Targets of these count, too.
     values = learner.net(batch)[0]["baseline"].detach()
     vs = targets_of(values, batch)[~batch["truncated"][:-1]]
     assert len(vs) == T * B - 1

@@ -221,6 +221,7 @@ def test_steps_episodes_and_rows_are_those_of_new_rollouts():
     old["episode_return"][...] = 100.0
     old["info"]["half"][...] = 100.0
     new["info"]["game_return"][1, 2] = 7.0
+    new["policy_version"][T, 2] = 0
     learner.updates = 10
     learner.update(join(new, old), ())
     alone, _ = make_learner()
@@ -238,7 +239,9 @@ def test_steps_episodes_and_rows_are_those_of_new_rollouts():
     row, row_alone = learner.counts.averages.pop(), alone.counts.averages.pop()
     for column in ("policy_lag_mean", "policy_lag_max", "info_half"):
         assert row[column] == row_alone[column]
-    assert row[replay.LAG] == 9 and row["policy_lag_mean"] == 7
+    assert row[replay.LAG] == 9 and row["policy_lag_max"] == 10
+    assert row["policy_lag_mean"] == pytest.approx(7 + 3 / (T * NEW))
+    assert 0 < row["entropy"] <= math.log(3) + 1e-6  # The mean over all rows.
     assert row["mean_rho"] == pytest.approx(row_alone["mean_rho"], rel=1e-5)
     assert replay.LAG not in row_alone and replay.RHO not in row_alone
 

@@ -461,6 +461,15 @@ def test_a_life_lost_when_the_time_is_up_ends_the_game():
     assert info["new_game"] is True
 
 
+def test_a_time_that_is_up_on_the_way_to_the_next_life_begins_a_new_game():
+    env = wrap(Script("3" * 4 + "2" * 60), noop_max=0, fire_reset=False, max_frames=5)
+    env.reset()
+    assert env.step(0)[4]["life_lost"]  # Frame 4.
+    observation, info = env.reset()  # Frame 5, a no-op.
+    assert newest(observation) == {(1, 0)}
+    assert info["new_game"] is True
+
+
 def test_an_episode_begins_with_a_stack_of_its_first_picture():
     env = wrap(Script("3" * 10 + "2" * 30), noop_max=0, fire_reset=False)
     observation, _ = env.reset()

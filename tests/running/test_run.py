@@ -27,9 +27,18 @@ from core.algorithm.dry_run import zero_rows
 from core.algorithm.update import Learner
 from core.environments.toys import Catch
 from core.errors import ConfigError, Exit
-from core.nests import Nest, map_nest
+from core.nests import Nest, leaves, map_nest
 from core.rollout import Spaces
-from core.running import checkpoint, folder, logs, program, run, supervise, terminal
+from core.running import (
+    checkpoint,
+    evaluation,
+    folder,
+    logs,
+    program,
+    run,
+    supervise,
+    terminal,
+)
 from core.running.checkpoint import CheckpointError
 from tests.conftest import DEADLINE_S, wait_until
 from tests.normalization_flags import obeyed
@@ -238,6 +247,22 @@ def test_a_network_is_tested_without_dropout(savedir, monkeypatch):
     flags = ["--mode", "test", "--num_episodes", "1", "--xpid", "old"]
     assert monobeast.main([*flags, "--savedir", str(savedir)]) == 0
     assert not any(module.training for module in nets[-1].modules())
+
+
+@pytest.mark.parametrize("argv", [[], ["--greedy"]])
+def test_a_policy_is_tested_at_random_or_greedily(savedir, monkeypatch, argv):
+    act, greedy = evaluation.act, set()
+
+    def spy(*args, **options):
+        greedy.add(options["greedy"])
+        return act(*args, **options)
+
+    make_run(savedir, xpid="old").record({})
+    monkeypatch.setattr(evaluation, "act", spy)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # It stays as it is.
+    flags = ["--mode", "test", "--num_episodes", "1", "--xpid", "old"]
+    assert monobeast.main([*flags, "--savedir", str(savedir), *argv]) == 0
+    assert greedy == {bool(argv)}
 
 
 AT_ONCE = ["--log_interval_s", "0", "--checkpoint_interval_s", "0"]
@@ -548,6 +573,69 @@ def test_the_ledger_tells_what_became_of_every_row(savedir, caplog):
         RuntimeError, match=f"191 .* = {re.escape(text)}: the sum is wrong"
     ):
         a_run.check_ledger(191, others)
+
+
+def test_the_counts_of_a_run_go_on(tmp_path):
+    old, now = (make_run(tmp_path) for _ in range(2))
+    learn(old)
+    learn(old, spoil=0)
+    old.learner.counts.stale = 7
+    with old.open():
+        pass
+    assert now.resume() is not None
+    learner = now.learner
+    assert (learner.step, learner.updates, learner.skipped) == (100, 1, 1)
+    assert learner.counts.stale == 7
+
+
+def test_a_run_goes_on_with_the_seed_that_it_has_drawn(tmp_path):
+    seeds = {}
+    for xpid in ("x", "x", "y"):
+        a_run = make_run(tmp_path, xpid=xpid)
+        assert a_run.flags.seed is None
+        with run.run_folder(a_run.flags):
+            a_run.record({})
+        assert seeds.setdefault(xpid, a_run.flags.seed) == a_run.flags.seed
+    assert seeds["x"] != seeds["y"]
+
+
+def test_time_and_speed_are_those_of_training(tmp_path, monkeypatch):
+    """The time goes on after a resume; the speed is that since the last row."""
+    now = 1000.0
+    monkeypatch.setattr(run.time, "monotonic", lambda: now)
+    for _ in range(3):
+        a_run = make_run(tmp_path)
+        a_run.resume()
+        with a_run.open():
+            for seconds in (8, 2):
+                learn(a_run)
+                now += seconds
+                a_run.log({})
+        now += 100
+    rows = log_rows(tmp_path / "x")
+    assert [float(row["time_s"]) for row in rows] == [8, 10, 18, 20, 28, 30]
+    assert [float(row["sps"]) for row in rows] == [50 / 8, 50 / 2] * 3
+
+
+def test_a_snapshot_stays_as_it_is_while_training_goes_on(tmp_path):
+    a_run = make_run(tmp_path)
+    learn(a_run)
+    _, tensors = a_run._snapshots.take()
+    before = map_nest(torch.clone, tensors)
+    learn(a_run)
+    for (name, now), (_, then) in zip(leaves(tensors), leaves(before)):
+        assert torch.equal(now, then), name
+    last = list(before["model"].values())[-1]
+    assert not torch.equal(list(weights(a_run).values())[-1], last)
+
+
+def test_after_a_signal_no_batch_is_learned(tmp_path):
+    a_run = make_run(tmp_path)
+    a_run.stop.received = signal.SIGINT
+    assert not a_run.goes_on()
+    learn(a_run)  # A learner thread has waited for this batch.
+    assert a_run.learner.updates == a_run.learner.step == 0
+    assert a_run.learner.counts.rows == {"learned": 0, "stale": 0, "unused": 50}
 
 
 def test_an_info_key_that_no_game_has_is_warned_of_once(tmp_path, caplog):

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 
+import gymnasium as gym
 import pytest
 
 import atari_wrappers
@@ -18,6 +19,7 @@ import monobeast
 import polybeast
 from core import flag_types
 from core.errors import Exit
+from core.rollout import Spaces
 from tests.trainers import command_line
 from tests.trainers.command_line import parse_test, refusal
 
@@ -190,6 +192,19 @@ def test_help_names_every_flag_and_no_default_that_says_nothing(program, capsys)
 def test_every_flag_has_a_help_text(program):
     for action in program.make_parser()._actions:
         assert action.help, action.option_strings
+
+
+def test_flags_reach_the_network_and_its_optimizer(program):
+    argv = "--env Catch --disable_cuda --reward_clipping none --initial_action_std 0.5"
+    argv += " --learning_rate 0.002 --alpha 0.9 --epsilon 0.1 --momentum 0.6"
+    box = gym.spaces.Box(-1.0, 1.0, (3,))
+    flags = program.parse_flags(argv.split())
+    learner = program.create_learner(flags, Spaces(box, box))
+    assert not learner.net.clip_rewards
+    assert learner.net.policy.log_std.exp().tolist() == pytest.approx([0.5] * 3)
+    ((group,),) = (optimizer.param_groups for optimizer in learner.optimizers)
+    options = [group[key] for key in ("lr", "alpha", "eps", "momentum")]
+    assert options == [0.002, 0.9, 0.1, 0.6]
 
 
 # -------------------------------------------------------------------- what is refused

@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import itertools
 import json
 import os
 from types import SimpleNamespace
@@ -100,6 +101,34 @@ def test_an_output_that_net_outputs_declares_is_in_the_rollout(monkeypatch):
     np.testing.assert_array_equal(rollout["aux"][1:], expected)
 
 
+def test_each_action_is_chosen_by_the_newest_weights():
+    versions = itertools.count(start=3)
+    actor = make_actor(make_flags("Catch"), fetch=lambda: next(versions))
+    for index, first in (0, 0), (1, 3 + T - 1):  # Row 0 is the rollout's before.
+        actor.unroll(index)
+        found = actor.buffers.rollout(index)["policy_version"]
+        expected = [first, *range(3 + index * T, 3 + (index + 1) * T)]
+        assert found.T.tolist() == [expected] * E
+
+
+def test_flags_reach_the_environments_of_an_actor(monkeypatch):
+    made, create_env = [], monobeast.create_env
+
+    def counting(flags):
+        made.append(create_env(flags))
+        return made[-1]
+
+    argv = ["--recycle_games", "1", "--info_keys", "half"]
+    flags = make_flags("tests.counting_env:make", *argv, "--unroll_length", "20")
+    monkeypatch.setattr(monobeast, "create_env", counting)
+    actor = make_actor(flags)
+    num_made = len(made)
+    actor.unroll(0)
+    rows = actor.buffers.rollout(0)
+    assert len(made) - num_made == np.count_nonzero(rows["done"][1:]) > 0
+    assert np.isfinite(rows["info"]["half"]).any()
+
+
 def test_what_forward_keeps_while_it_acts_serves_the_learner_of_a_serial_run(
     monkeypatch,
 ):
@@ -183,6 +212,15 @@ def test_an_environment_that_is_not_that_of_env_is_recorded_as_it_is(
     assert "noop_max" not in said
     assert monobeast.main([*argv, "--mode", "test", "--num_episodes", "1"]) == Exit.DONE
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["env"] == "Catch"
+
+
+def test_a_step_counts_as_the_frames_that_the_options_say(monkeypatch, tmp_path):
+    monkeypatch.setattr(monobeast, "env_options", lambda flags, env: {"frame_skip": 3})
+    argv = ["--env", "Catch", "--savedir", str(tmp_path), "--xpid", "a", "--serial"]
+    sizes = ["--num_actors", "1", "--batch_size", "1", "--total_steps", "20"]
+    assert monobeast.main([*argv, *sizes]) == Exit.DONE
+    last = log_rows(tmp_path / "a")[-1]
+    assert int(last["frames"]) == 3 * int(last["step"]) > 0
 
 
 def test_an_environment_that_changes_the_folder_moves_no_run(monkeypatch, tmp_path):
@@ -342,16 +380,17 @@ def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run(
     bad = map_nest(np.copy, good)
     bad["observation"][2, 1] = np.nan
     learner = monobeast.create_learner(flags, monobeast.read_env(flags)[0])
-    learner.update(good, ())
-    weights = {k: v.clone() for k, v in learner.net.state_dict().items()}
-    for _ in range(9):
-        learner.update(bad, ())
-    assert (learner.updates, learner.skipped) == (1, 9)
+    for _ in range(2):  # A good one between them: they are not in a row.
+        learner.update(good, ())
+        weights = {k: v.clone() for k, v in learner.net.state_dict().items()}
+        for _ in range(9):
+            learner.update(bad, ())
+    assert (learner.updates, learner.skipped) == (2, 18)
     said = r"10 .* batch: observation\. In the loss: total_loss, .* Check the env"
     with pytest.raises(FloatingPointError, match=said):
         learner.update(bad, ())
     learner.update(bad, ())  # By another thread: no second failure.
-    assert learner.skipped == 10
+    assert learner.skipped == 19
     for name, weight in learner.net.state_dict().items():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=0)
 
@@ -361,6 +400,7 @@ def test_nan_observations_leave_the_weights_alone_and_ten_in_a_row_stop_the_run(
     [
         (lambda x: x.log(), "In the loss: total_loss, baseline_loss. Lower"),
         (lambda x: x.sqrt(), "In the loss: nothing, but in its gradient. Lower"),
+        (lambda x: x.detach().log(), "In the loss: total_loss, baseline_loss. Lower"),
     ],
 )
 def test_a_loss_that_is_not_finite_by_itself_is_told_where_to_look(fn, said):
@@ -416,6 +456,24 @@ def test_the_main_module_has_the_same_name_in_all_processes():
 def test_a_partial_has_the_same_name_in_all_processes():
     ours, theirs = (functools.partial(lambda: None) for _ in range(2))
     assert prepare.names_of(ours) == prepare.names_of(theirs) == ["functools.partial"]
+
+
+def test_the_actors_of_a_resumed_run_play_other_games_and_know_the_version(monkeypatch):
+    class Told(Exception):
+        pass
+
+    def actors(act, flags, buffers, weights, *, first_incarnation, **_):
+        raise Told(first_incarnation, weights.fetch(learner.net, -1))
+
+    monkeypatch.setattr(monobeast, "Actors", actors)
+    flags = make_flags("Catch")
+    spaces = monobeast.read_env(flags)[0]
+    learner = monobeast.create_learner(flags, spaces)
+    learner.updates = 7
+    run = SimpleNamespace(flags=flags, learner=learner, first_incarnation=3 << 16)
+    with pytest.raises(Told) as told:
+        monobeast.train_async(run, spaces, None)
+    assert told.value.args == (3 << 16, 7)
 
 
 def test_learn_loop_publishes_a_buffer_that_forward_assigns_anew(monkeypatch):

@@ -10,15 +10,18 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from core.algorithm.recurrent import unroll_lstm
+import monobeast
+import polybeast
+from core.algorithm.recurrent import create_lstm, unroll_lstm
 from core.algorithm.torsos import TORSOS, MLPTorso, ShallowTorso, SmallTorso
 from core.errors import ConfigError
 from core.nests import leaves, map_nest
 from core.rollout import spec_of
 from core.running.precision import to_bfloat16
-from monobeast import LSTM_SIZE, Net
+from monobeast import LSTM_SIZE
 
 T, B, A = 5, 3, 7
+TRAINERS = pytest.mark.parametrize("trainer", [monobeast, polybeast])
 
 ATARI = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 PICTURES = {
@@ -90,9 +93,10 @@ def make_rows(observation_space, action_space):
     }
 
 
-def make_net(observation_space, action_space=None, **options):
+def make_net(observation_space, action_space=None, *, trainer=monobeast, **options):
     torch.manual_seed(0)
-    return Net(observation_space, action_space or spaces.Discrete(A), **options)
+    actions = action_space or spaces.Discrete(A)
+    return trainer.Net(observation_space, actions, **options)
 
 
 # --------------------------------------------------------------------------- the nets
@@ -117,6 +121,27 @@ def test_every_model_gives_logits_and_a_baseline_per_row(model, space, use_lstm)
         assert output.isfinite().all()
     assert [s.shape for s in new_state] == [s.shape for s in state]
     assert [s.shape for s in state] == [(1, B, LSTM_SIZE)] * (2 if use_lstm else 0)
+
+
+@pytest.mark.parametrize("model", ["shallow", "deep", "small"])
+def test_a_torso_for_pictures_has_the_activations_of_its_paper(model):
+    space = spaces.Box(0, 255, (3, 37, 41), np.uint8)
+    torso = make_net(space, model=model).torso
+    picture = torch.randint(256, (1, *space.shape), dtype=torch.uint8)
+    x = picture / 255
+    if model == "deep":  # Figure 3 of Espeholt et al. 2018.
+        layers = iter(torso.convs[:12])
+        for conv, pool, *blocks in zip(*[layers] * 4):
+            x = pool(conv(x))
+            for block in blocks:
+                x = x + block.conv2(block.conv1(x.relu()).relu())
+    else:
+        for conv in torso.convs[::2]:
+            x = conv(x.relu())
+    x = x.relu().flatten(1) @ torso.fc.weight.flatten(1).T + torso.fc.bias
+    if model == "small":
+        x = torso.last(x.relu())
+    torch.testing.assert_close(torso(picture), x.relu(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("use_lstm", [False, True])
@@ -388,11 +413,13 @@ def outputs_of(net, rows, **changes):
     return torch.cat([outputs["policy_logits"], outputs["baseline"][..., None]], -1)
 
 
+@TRAINERS
 @pytest.mark.parametrize("start", [-3, 4])
-def test_the_last_action_counts_from_its_start(start):
+def test_the_last_action_counts_from_its_start(start, trainer):
     rows = make_rows(VECTORS["box"], spaces.Discrete(A))
-    expected = outputs_of(make_net(VECTORS["box"]), rows)
-    net = make_net(VECTORS["box"], spaces.Discrete(A, start=start))
+    expected = outputs_of(make_net(VECTORS["box"], trainer=trainer), rows)
+    actions = spaces.Discrete(A, start=start)
+    net = make_net(VECTORS["box"], actions, trainer=trainer)
     actions = rows["last_action"] + start
     assert torch.equal(outputs_of(net, rows, last_action=actions), expected)
     actions = start + (rows["last_action"] + 1) % A
@@ -400,9 +427,10 @@ def test_the_last_action_counts_from_its_start(start):
     assert (others != expected).any(-1).all()
 
 
+@TRAINERS
 @pytest.mark.parametrize("clip_rewards", [True, False])
-def test_the_net_sees_the_reward_clipped_like_the_losss(clip_rewards):
-    net = make_net(VECTORS["box"], clip_rewards=clip_rewards)
+def test_the_net_sees_the_reward_clipped_like_the_losss(clip_rewards, trainer):
+    net = make_net(VECTORS["box"], clip_rewards=clip_rewards, trainer=trainer)
     rows = make_rows(VECTORS["box"], spaces.Discrete(A))
     reward = rows["reward"]
     is_clipped = reward.abs() > 1
@@ -627,9 +655,10 @@ def test_the_lstm_runs_once_whatever_the_number_of_rows(name):
     assert len(calls) == 1
 
 
-def test_an_episode_begins_with_a_new_recurrent_state():
+@TRAINERS
+def test_an_episode_begins_with_a_new_recurrent_state(trainer):
     space = VECTORS["box"]
-    net = make_net(space, use_lstm=True)
+    net = make_net(space, use_lstm=True, trainer=trainer)
     rows = make_rows(space, spaces.Discrete(A))
     rows["done"][:] = False
     rows["done"][2] = True
@@ -638,6 +667,24 @@ def test_an_episode_begins_with_a_new_recurrent_state():
         alone, _ = net(map_nest(lambda x: x[2:], rows), net.initial_state(B))
     for key in whole:
         torch.testing.assert_close(whole[key][2:], alone[key], atol=1e-6, rtol=1e-5)
+
+
+def test_an_untrained_lstm_keeps_most_of_its_state():
+    """Its forget gates begin with a bias of 1, as far as they do not see anything."""
+    torch.manual_seed(0)
+    lstm = create_lstm(FEATURES, LSTM_SIZE)
+    zeros = torch.zeros(1, 1, LSTM_SIZE)
+    cell = zeros.clone().requires_grad_()
+    _, (_, after) = lstm(torch.zeros(1, 1, FEATURES), (zeros, cell))
+    (kept,) = torch.autograd.grad(after.sum(), cell)
+    assert kept.mean().item() == pytest.approx(1 / (1 + np.exp(-1)), abs=0.01)
+
+
+@TRAINERS
+def test_the_baseline_begins_with_a_vector_of_length_1_and_no_bias(trainer):
+    baseline = make_net(VECTORS["box"], trainer=trainer).baseline
+    assert baseline.weight.norm().item() == pytest.approx(1)
+    assert not baseline.bias.any()
 
 
 def test_the_initial_state_is_zero_and_empty_without_lstm():

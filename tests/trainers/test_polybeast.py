@@ -346,6 +346,16 @@ def test_both_trainers_make_the_same_rollouts(tmp_path, kind):
                 np.testing.assert_array_equal(a[0], b)
 
 
+def test_fetched_weights_are_as_they_were_when_they_were_published():
+    learning, acting = (torch.nn.Linear(5, 3) for _ in range(2))
+    weights = polybeast.Weights(learning, "cpu")
+    weights.publish(learning, 7)
+    published = learning.weight.clone()
+    torch.nn.init.zeros_(learning.weight)  # The next update has begun.
+    assert weights.fetch(acting, -1) == 7
+    assert torch.equal(acting.weight, published)
+
+
 def test_a_net_may_make_its_recurrent_state_on_its_own_device():
     """As `weight.new_zeros` does. The dry run accepted it, and C++ refused it."""
 
