@@ -602,7 +602,7 @@ def test_a_run_goes_on_with_the_seed_that_it_has_drawn(tmp_path):
 def test_time_and_speed_are_those_of_training(tmp_path, monkeypatch):
     """The time goes on after a resume; the speed is that since the last row."""
     now = 1000.0
-    monkeypatch.setattr(run.time, "monotonic", lambda: now)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now))
     for _ in range(3):
         a_run = make_run(tmp_path)
         a_run.resume()
