@@ -145,22 +145,23 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any):
         kwargs.setdefault(
             "epilog",
-            "@FILE stands for the flags in a file, for example @settings/mujoco.txt. "
-            "Later flags override them.",
+            "@FILE stands for the flags in a file; later flags override them. The "
+            "folder settings/ has such files for the trainers.",
         )
         super().__init__(fromfile_prefix_chars="@", **kwargs)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         try:
+            arg_line.encode()
             return _keep_address_files(shlex.split(arg_line, comments=True))
-        except ValueError as error:  # A quote without its end, or \ at the end.
+        except ValueError as error:  # No UTF-8, a quote without its end, \ at the end.
             self.error(f"cannot read the line {arg_line!r} of an @FILE: {error}")
 
     def parse_args(self, args=None, namespace=None):
         args = _keep_address_files(sys.argv[1:] if args is None else args)
         try:
             flags, unknown = self.parse_known_args(args, namespace)
-        except (UnicodeDecodeError, RecursionError) as error:
+        except (UnicodeDecodeError, RecursionError) as error:  # Before Python 3.12.
             self.error(f"cannot read an @FILE: {error}")
         if unknown:
             self.error(self._unknown(unknown[0].partition("=")[0]))

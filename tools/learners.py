@@ -66,8 +66,11 @@ def run_learners(statuses: Path) -> int:
             ranks.check_host("--rdzv_endpoint", host)
         elif not args.standalone:
             ranks.check_host("--master_addr", args.master_addr)
-        # torchrun would make a folder in /tmp for its logs, and leave it there.
-        run.main(["--log_dir", str(statuses), *sys.argv[1:]])
+        own = []
+        if args.log_dir is None and {args.redirects, args.tee} == {"0"}:
+            # Without logs torchrun makes a folder for them, too, and leaves it there.
+            own = ["--log_dir", str(statuses)]
+        run.main([*own, *sys.argv[1:]])
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return Exit.CONFIG

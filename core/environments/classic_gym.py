@@ -44,7 +44,11 @@ def adapt(env: Any) -> gym.Env:
                 f"{type(layer).__name__}.reset takes no seed; expected the interface "
                 "of Gymnasium: def reset(self, *, seed=None, options=None)"
             )
-        layer = layer.env if isinstance(layer, gym.Wrapper) else None
+        # A wrapper of the user's own may call the `reset` below it without a seed.
+        passes_seed = type(layer).__module__.startswith("gymnasium.") or (
+            isinstance(layer, gym.Wrapper) and type(layer).reset is gym.Wrapper.reset
+        )
+        layer = getattr(layer, "env", None) if passes_seed else None
     return env
 
 

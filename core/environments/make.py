@@ -14,8 +14,8 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,27 +50,27 @@ def make(name: str, **kwargs: Any) -> gym.Env:
     return _make_gymnasium(name, **kwargs)
 
 
-def check_options(options: Any) -> dict[str, bool | int | float | str]:
+def check_options(options: Any) -> dict[str, Any]:
     """Return the options of an environment, as `env_options` of a program gave them.
 
     Raises:
-      MakeError: they are no dict, or one has a type or a value that the run's records
-        or the wire protocol cannot have.
+      MakeError: they are no dict, or JSON (meta.json) cannot hold one of them, or
+        `frame_skip` is no number of frames.
     """
     if not isinstance(options, dict):
         raise MakeError(f"env_options returned {describe(options)}, expected a dict")
     for name, value in options.items():
-        is_nan = isinstance(value, float) and math.isnan(value)
-        if is_nan or not isinstance(value, bool | int | float | str):
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
             raise MakeError(
-                f"env_options: {name} is {value!r:.80} ({type(value).__name__}), "
-                "expected a bool, int, float or str"
-            )
+                f"env_options: {name} is {value!r:.80} ({type(value).__name__}), which "
+                "meta.json cannot hold; expected a bool, int, float or str"
+            ) from error
     frames = options.get("frame_skip", 1)
     if type(frames) is not int or frames < 1:
         raise MakeError(
-            f"env_options: frame_skip is {frames!r}, expected a whole number of frames "
-            "per step, at least 1"
+            f"env_options: frame_skip is {frames!r:.80}, expected an int of at least 1"
         )
     return options
 

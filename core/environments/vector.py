@@ -241,6 +241,7 @@ class _View(gym.Env):
         self.observation_space = steps.vector.single_observation_space
         self.action_space = steps.vector.single_action_space
         self.spec = getattr(steps.vector, "spec", None)
+        self.render_mode = getattr(steps.vector, "render_mode", None)
 
     @property
     def unwrapped(self) -> Any:  # Its class names environments without a spec.

@@ -224,8 +224,8 @@ def add_server_flags(group: Any) -> None:
     group.add_argument(
         "--insecure",
         action="store_true",
-        help="let other machines connect without --tls_dir: anybody who reaches the "
-        "port can take part, and the network can read and change all traffic",
+        help="exchange data with other machines without --tls_dir: anybody who reaches "
+        "the port can take part, and the network can read and change all traffic",
     )
     group.add_argument(
         "--keepalive_s",

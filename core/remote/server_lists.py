@@ -97,7 +97,10 @@ class AddressFile:
             with open(self._path, "rb", opener=_open_without_waiting) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
-                    raise OSError(0, "Not a regular file, so it cannot be read again")
+                    raise ConfigError(
+                        f"--server_addresses: {self._path} is not a regular file, but "
+                        "the list is read again and again. Write it to a file."
+                    )
                 raw = file.read(MAX_FILE_BYTES + 1)
             text = raw.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -248,12 +251,13 @@ class ServerList:
         """Return the reason why there is no server for this learner."""
         with self._lock:
             problems = [problem for problem in self._problems if problem]
-            num = len(set(itertools.chain(self._fixed, *self._lists)))
+            lists = self._lists if self._dialed_in is None else self._lists[:-1]
+            num = len(set(itertools.chain(self._fixed, *lists)))
         if num and self._is_divided:
             problems.append(
-                f"the list has {num} servers but there are {ranks.size()} learners, "
-                "and each needs a server of its own; add servers or start fewer "
-                "learners"
+                f"the list has {num} server{'s' * (num > 1)} but there are "
+                f"{ranks.size()} learners, and each needs a server of its own; add "
+                "servers or start fewer learners"
             )
         if self._dialed_in is not None:
             problems.append(f"no machine has dialed in at {self._dialed_in.address}")
@@ -311,7 +315,8 @@ def own_share(addresses: tuple[str, ...], rank: int, size: int) -> tuple[str, ..
 
     The learners' numbers of servers differ by at most one. If a server joins or leaves,
     only a few of the others change their learner: each server has its own order of
-    learners, by hashes, and goes to the first of them that has room.
+    learners, by hashes, and goes to the first of them that has room. While learners
+    see different lists, two may want the same server: the second one waits for it.
 
     Args:
       rank: the number of the learner.

@@ -130,13 +130,15 @@ def _video(path: Path, env: Any) -> Iterator[Callable[[np.ndarray], None]]:
     import imageio.v2 as imageio  # Imported here: only videos need this package.
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.open("wb").close()  # ffmpeg's error would be forty lines.
     fps = env.metadata.get("render_fps") or 30
-    if not isinstance(fps, int | float):
+    try:
+        fps = float(fps)
+    except (TypeError, ValueError):
         raise ConfigError(
             f"--video: the environment's metadata['render_fps'] is {fps!r}; expected "
             "frames per second, such as 30"
-        )
+        ) from None
+    path.open("wb").close()  # ffmpeg's error would be forty lines.
 
     def add_frame(picture: np.ndarray) -> None:
         try:

@@ -63,8 +63,9 @@ def prepare_run_dir(savedir: Path, xpid: str) -> Path:
     try:
         if link.is_symlink() and not link.exists():
             raise ConfigError(
-                f"{link} is a link to {run_dir}, which does not exist. Is its disk "
-                "mounted? Mount it, or delete the link to start from scratch."
+                f"{link} is a link to {run_dir}, which does not exist. If the run is "
+                "there, mount its disk. For a new run, create that folder, or delete "
+                "the link."
             )
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         _lock_name(run_dir)

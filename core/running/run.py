@@ -100,7 +100,7 @@ def _open_folder(flags: argparse.Namespace, place: Path) -> Iterator[Path]:
     run_dir = None
     with contextlib.ExitStack() as stack:
         if ranks.rank() == 0:
-            run_dir, is_new = place, not place.exists()
+            run_dir, is_new = place, not os.path.exists(place)
             folder.prepare_run_dir(place.parent, flags.xpid)
             if is_new:
                 stack.callback(folder.remove_unless_recorded, run_dir)

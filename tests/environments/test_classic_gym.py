@@ -150,6 +150,13 @@ def test_an_environment_whose_reset_takes_no_seed_is_told(wraps):
     env = gym.Wrapper(Unseeded()) if wraps else Unseeded()
     with pytest.raises(MakeError, match=r"^Unseeded.reset takes no seed; .*seed=None"):
         adapt(env)
+
+    class Repaired(gym.Wrapper):
+        def reset(self, *, seed=None, options=None):
+            return self.env.reset()
+
+    repaired = Repaired(env)
+    assert adapt(repaired) is repaired
     Unseeded.reset = lambda self, **kwargs: (0, {})
     assert adapt(env) is env
 

@@ -226,3 +226,13 @@ def test_the_status_is_that_of_the_learners(monkeypatch, error, status):
     monkeypatch.setattr(run, "main", torchrun)
     monkeypatch.setattr("sys.argv", ["learners", "-m", "polybeast"])
     assert learners.main() == status
+
+
+@pytest.mark.parametrize("flags", [["--redirects", "3"], ["--tee=1"], ["--log_dir=/x"]])
+def test_logs_that_are_asked_for_stay(monkeypatch, flags):
+    argv = [*flags, "-m", "polybeast"]
+    calls = []
+    monkeypatch.setattr(run, "main", calls.append)
+    monkeypatch.setattr("sys.argv", ["learners", *argv])
+    assert learners.main() == 0
+    assert calls == [argv]

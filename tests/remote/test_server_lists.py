@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 
 def test_a_named_pipe_in_place_of_a_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "hosts")
-    with pytest.raises(ConfigError, match="cannot read .*hosts: Not a regular file"):
+    with pytest.raises(ConfigError, match="hosts is not a regular file"):
         AddressFile(str(tmp_path / "hosts"), LOCAL).addresses()
 
 

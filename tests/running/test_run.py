@@ -1140,6 +1140,14 @@ def test_no_room_for_temporary_files_is_told_with_the_remedy(monkeypatch, tmp_pa
     assert "set TMPDIR to another folder" in program.describe_full_disk(caught.value)
 
 
+@pytest.mark.parametrize("savedir, xpid", [("s" * 300, "x"), (".", "x" * 300)])
+def test_a_name_that_is_too_long_is_one_line(tmp_path, savedir, xpid):
+    flags = {"savedir": tmp_path / savedir, "xpid": xpid, "seed": 1, "init_from": None}
+    with pytest.raises(ConfigError, match="File name too long.*another --savedir"):
+        with run.run_folder(SimpleNamespace(**flags)):
+            raise AssertionError("the folder was opened")
+
+
 @pytest.mark.parametrize(
     "name, make",
     [

@@ -56,8 +56,8 @@ def test_flags_after_a_file_win_and_comments_are_skipped(tmp_path):
         (None, "mine.txt'"),
         (b"--env 'Catch\n", 'cannot read the line "--env \'Catch" of an @FILE'),
         (b"--env Catch \\\n", "cannot read the line '--env Catch \\\\' of an @FILE"),
-        (b"--env \xff", "cannot read an @FILE: 'utf-8' codec can't decode"),
-        (b"@mine.txt", "cannot read an @FILE: maximum recursion depth exceeded"),
+        (b"--env \xff", "'utf-8' codec can't"),  # decode or, since 3.12, encode.
+        (b"@mine.txt", ""),  # Too many recursions or, on macOS, open files.
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
         monobeast.parse_flags(["@mine.txt"])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert said in line and line.startswith("python -m monobeast: error: ")
 
 
 FAMILIES = {
