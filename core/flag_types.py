@@ -161,7 +161,8 @@ class Parser(argparse.ArgumentParser):
         args = _keep_address_files(sys.argv[1:] if args is None else args)
         try:
             flags, unknown = self.parse_known_args(args, namespace)
-        except (UnicodeDecodeError, RecursionError) as error:  # Before Python 3.12.
+        # Not UTF-8 (before Python 3.12), or a file that names itself.
+        except (UnicodeDecodeError, RecursionError) as error:
             self.error(f"cannot read an @FILE: {error}")
         if unknown:
             self.error(self._unknown(unknown[0].partition("=")[0]))

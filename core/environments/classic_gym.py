@@ -3,7 +3,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -57,8 +57,16 @@ def _takes_seed(reset: Callable[..., Any]) -> bool:
         parameters = inspect.signature(reset, follow_wrapped=False).parameters
     except (TypeError, ValueError):  # Of a function in C, for example.
         return True
-    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return "seed" in parameters or takes_kwargs
+    return "seed" in parameters or _takes_kwargs(parameters)
+
+
+def _takes_kwargs(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def original(env: gym.Env) -> Any:
+    """Return the environment that `adapt` got, if it returned `env`."""
+    return env.env if isinstance(env, ClassicGym) else env
 
 
 class ClassicGym(gym.Env):
@@ -80,8 +88,8 @@ class ClassicGym(gym.Env):
         # Wrappers take **kwargs, so look at the signature of the innermost `reset`.
         reset = inspect.signature(self.unwrapped.reset).parameters
         has_method = callable(getattr(env, "seed", None))
-        takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in reset.values())
-        self._reset_seeds = "seed" in reset or (takes_kwargs and not has_method)
+        by_kwargs = _takes_kwargs(reset) and not has_method
+        self._reset_seeds = "seed" in reset or by_kwargs
         if not self._reset_seeds and not has_method:
             name = type(self.unwrapped).__name__
             warnings.warn(f"{name} takes no seed", stacklevel=3)

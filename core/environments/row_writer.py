@@ -90,11 +90,9 @@ class RowWriter:
 
     def number(self, k: int, name: str, value: Any) -> float:
         """Return a scalar as a float."""
+        plain = isinstance(value, (float, int))  # Also np.float64. Faster than ndim.
         try:
-            is_number = isinstance(value, (float, int))  # Also np.float64. For speed.
-            if not is_number and (
-                isinstance(value, str | bytes) or np.ndim(value) != 0
-            ):
+            if not plain and (isinstance(value, str | bytes) or np.ndim(value) != 0):
                 raise TypeError
             return float(value)
         except (TypeError, ValueError, OverflowError):

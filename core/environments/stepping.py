@@ -19,7 +19,7 @@ import gymnasium as gym
 import numpy as np
 
 from core.action_spaces import first_action
-from core.environments.classic_gym import adapt, convert_space
+from core.environments.classic_gym import adapt, convert_space, original
 from core.environments.faults import is_ctrl_c, name_of, only_exceptions
 from core.environments.row_writer import RowWriter
 from core.errors import EnvError, EnvSpecError
@@ -138,14 +138,12 @@ class Environments:
         self._clock = np.zeros(1) if clock is None else clock
         self._progress: list[_Progress] = []  # Empty until `reset`.
         self.envs: list[gym.Env] = []
-        self._made: list[Any] = []  # What make_env returned for each.
         with contextlib.ExitStack() as stack, only_exceptions("making it"):
             # One closer per environment, which closes that environment once.
             self._closers = [
                 stack.enter_context(contextlib.ExitStack()) for _ in range(num_envs)
             ]
             for k in range(num_envs):
-                self._made.append(None)
                 self.envs.append(self._make(k))
             self.observation_space = convert_space(self.envs[0].observation_space)
             self.action_space = convert_space(self.envs[0].action_space)
@@ -163,14 +161,13 @@ class Environments:
 
     def _make(self, k: int) -> gym.Env:
         self._clock[0] = time.monotonic()
-        made, self._made[k] = self._make_env(), None
-        env = adapt(made)
-        if any(made is other for other in self._made):
+        env = adapt(self._make_env())
+        others = (other for i, other in enumerate(self.envs) if i != k)
+        if any(original(env) is original(other) for other in others):
             raise EnvSpecError(
                 f"create_env returned the same {name_of(env)} twice: expected a new "
                 "environment from each call, since each plays a game of its own"
             )
-        self._made[k] = made
         self._closers[k].callback(self._close, env)
         return env
 

@@ -104,13 +104,13 @@ class Service:
             if callable(env_options):
                 env_options = env_options(envs.envs[0])
             env_options = check_options(env_options)
+        self._action_arrays = frames.arrays_of(spec_of(self.action_space))
         for name, value in env_options.items():
             if not isinstance(value, bool | int | float | str):
                 raise MakeError(
                     f"env_options: {name} is {value!r:.80} ({type(value).__name__}), "
                     "expected a bool, int, float or str"
                 )
-        self._action_arrays = frames.arrays_of(spec_of(self.action_space))
         self._env_options = tuple(messages.Option(*x) for x in env_options.items())
         frames_per_step = options.frames_per_step or env_options.get("frame_skip", 1)
         self._frames_per_step = int(frames_per_step)

@@ -11,7 +11,7 @@ import pytest
 from core.environments.classic_gym import ClassicGym, adapt, convert_space
 from core.environments.make import make
 from core.environments.stepping import Environments
-from core.errors import MakeError
+from core.errors import EnvSpecError, MakeError
 from tests.environments.helpers import SEED, collect
 
 
@@ -137,6 +137,12 @@ def test_classic_env_without_a_seed_warns_and_still_resets():
     with pytest.warns(UserWarning, match="Env takes no seed"):
         env = adapt(Env())
     assert env.reset(seed=13)[0].tolist() == [0, 0]
+
+
+def test_one_classic_environment_in_two_places_is_refused():
+    one = NewEnv()
+    with pytest.raises(EnvSpecError, match="create_env returned the same"):
+        Environments(lambda: one, 2, seed=SEED)
 
 
 @pytest.mark.parametrize("wraps", [False, True])
