@@ -49,7 +49,7 @@ class WandbLog:
         self._thread = threading.Thread(target=self._run, name="Weights & Biases")
         self._called_at: float | None = None  # When the present call began.
         self._warned = False
-        self._lost = 0  # Rows that were dropped.
+        self._lost = 0  # Rows that were dropped, or still waited at the end.
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Send a row, or drop it if MAX_ROWS wait."""
@@ -109,6 +109,7 @@ class WandbLog:
             log.info("Waiting for Weights & Biases, for up to %g s", END_S)
             self._thread.join(END_S)
         if self._thread.is_alive():
+            self._lost += max(0, self._rows.qsize() - 1)  # Less the None at the end.
             log.warning(
                 "Weights & Biases did not end within %g s. `wandb sync` sends what it "
                 "has written to %s.",
