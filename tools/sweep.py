@@ -261,9 +261,10 @@ def recall(run: Run) -> None:
     if old == new:
         run.state = "finished" if status == Exit.DONE else "queued"
     elif run.row:
+        few = "fewer flags"
         raise SweepError(
-            f"{run.folder} was trained with {' '.join(sorted(old - new)) or 'less'}, "
-            f"and the sweep now has {' '.join(sorted(new - old)) or 'less'}. Put that "
+            f"{run.folder} was trained with {' '.join(sorted(old - new)) or few}, "
+            f"and the sweep now has {' '.join(sorted(new - old)) or few}. Put that "
             "back, choose another savedir, or remove the folder.",
             Exit.CONFIG,
         )

@@ -413,6 +413,8 @@ def test_runs_are_not_mixed_with_those_of_other_flags(toml, tmp_path, capsys):
     assert sweep.main([str(toml(text.format(1000)))]) == 0
     assert sweep.main([str(toml(text.format(2000)))]) == 78
     assert "was trained with --total_steps=1000" in capsys.readouterr().err
+    assert sweep.main([str(toml(FAKE + "[grid]\nseed = [1]"))]) == 78
+    assert "and the sweep now has fewer flags. " in capsys.readouterr().err
     assert len(starts(tmp_path / "runs" / "1")) == 1
 
 
