@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from core.errors import one_line
 from core.running.atomic import write_atomically
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,15 @@ END_S = 60.0  # How long the end of a run waits until all rows are sent.
 _Row = tuple[int, Mapping[str, float]]  # The step and the columns.
 
 
+def import_problem() -> str:
+    """Import the package; return what is wrong with it, or ""."""
+    try:
+        import wandb
+    except Exception as error:  # Also one of a package that it needs.
+        return f"{type(error).__name__}: {one_line(str(error))}"
+    return "" if hasattr(wandb, "init") else "the folder `wandb` is no package"
+
+
 class WandbLog:
     """Sends rows to Weights & Biases. Only one thread may use it.
 
@@ -38,7 +48,7 @@ class WandbLog:
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
-        import wandb  # Only here: it is slow, and need not be installed.
+        import wandb  # Not above: it is slow, and need not be installed.
 
         self._wandb = wandb
         self._run_dir = run_dir

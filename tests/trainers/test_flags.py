@@ -615,10 +615,25 @@ def test_a_window_and_a_video_at_once_are_refused(program, trained, tmp_path, ca
         assert part in message
 
 
-def test_wandb_that_is_not_installed_is_refused(program, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("raise AttributeError('a\\nb')", "AttributeError: a"),
+        (None, "the folder `wandb` is no package"),
+    ],
+)
+def test_wandb_that_cannot_be_imported_is_refused(
+    program, monkeypatch, capsys, tmp_path, text, said
+):
+    (tmp_path / "wandb").mkdir()
+    if text is not None:
+        (tmp_path / "wandb" / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # At the end as it was before.
+    del sys.modules["wandb"]
     message = refusal(program, ["--env", "Catch", "--wandb"], capsys)
-    assert "--wandb needs a package. Run `pip install wandb`." in message
+    assert f"--wandb needs a package ({said}). Run `pip install wandb`." in message
 
 
 def test_init_from_is_for_training(program, trained, tmp_path, capsys):
