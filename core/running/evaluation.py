@@ -104,18 +104,20 @@ def play(
 def _draw(envs: Environments) -> np.ndarray:
     """Return a frame for a video: [H, W], or [H, W, C] with C = 1, 3 or 4."""
     try:
-        picture = np.asarray(envs.render())
+        drawn = envs.render()
     except EnvError as error:
         if not isinstance(error.__cause__, NotImplementedError):
             raise
         raise ConfigError("--video: the environment has no render()") from error
+    picture = np.asarray(drawn)
     is_right = picture.ndim == 2 or (
         picture.ndim == 3 and picture.shape[2] in (1, 3, 4)
     )
     if not is_right or not np.issubdtype(picture.dtype, np.number):
         raise ConfigError(
-            f"--video: the environment's render() returned {describe(picture)}; "
-            "expected uint8[H,W,3], as for render_mode='rgb_array'"
+            f"--video: the environment's render() returned {describe(drawn)}; "
+            "expected uint8[H,W,3], as for render_mode='rgb_array'. Does create_env, "
+            "or the function that --env names, take render_mode and pass it on?"
         )
     return picture
 
