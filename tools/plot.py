@@ -120,7 +120,11 @@ def is_other_name(run: Path) -> bool:
 def read_run(folder: Path, y: str = RETURN) -> Run:
     with open(folder / "logs.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.get(y)]
-    return Run(folder, json.loads((folder / "meta.json").read_text()), rows)
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{folder}: cannot read its meta.json: {error}") from error
+    return Run(folder, meta, rows)
 
 
 def by_variant(

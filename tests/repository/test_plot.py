@@ -187,3 +187,12 @@ def test_a_flag_that_no_name_has_is_told(tmp_path):
 def test_a_folder_without_runs_is_named(tmp_path):
     with pytest.raises(SystemExit, match=f"{tmp_path}: no run"):
         plot.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize("text, said", [(None, "No such file"), ("{", "Expecting")])
+def test_a_run_without_a_good_meta_json_is_named(tmp_path, text, said):
+    (tmp_path / "logs.csv").write_text("step,mean_episode_return\n1,2\n")
+    if text is not None:
+        (tmp_path / "meta.json").write_text(text)
+    with pytest.raises(SystemExit, match=f"{tmp_path}: cannot read its meta.*{said}"):
+        plot.main([str(tmp_path)])
