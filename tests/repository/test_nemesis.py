@@ -5,15 +5,18 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
 import numpy as np
+import psutil
 import pytest
 
 from core.environments.stepping import Environments
 from core.nests import map_nest
 from tests import counting_env
+from tests.conftest import DEADLINE_S, wait_until
 from tools.nemesis import __main__ as program
 from tools.nemesis import clock, hangs, kills, playground, soak
 from tools.nemesis.playground import K, Ledger, T
@@ -209,3 +212,14 @@ def test_jumps_of_a_clock_are_read_from_the_dates_of_a_log():
     lines = [f"{day} 10:00:00 INFO    step 1" for day in days]
     assert clock.jumps_in([*lines[:3], "Traceback", *lines[3:]]) == 2
     assert clock.jumps_in(lines[:2]) == 0
+
+
+def test_sigterm_ends_the_runs_of_a_figure_too(tmp_path):
+    command = [sys.executable, "-m", "tools.nemesis", "signals"]
+    nemesis = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
+    wait_until(lambda: any(tmp_path.glob("tb*/runs/*/out.log")))
+    (run,) = psutil.Process(nemesis.pid).children()
+    nemesis.terminate()
+    assert nemesis.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert not run.is_running()
+    assert not any(tmp_path.iterdir())
