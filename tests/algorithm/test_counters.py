@@ -25,8 +25,9 @@ def test_busy_time_is_the_share_of_the_time_between_two_rows(monkeypatch):
         now += 1
         raise ValueError  # Time is time.
     busy.add("env", 60.0, workers=4)  # Steps that began before the last row.
+    busy.add("learner", 2.0)
     now += 4
-    assert busy.pop() == {"learner": 3 / 8, "inference": 0.5 / 8, "env": 1.0}
+    assert busy.pop() == {"learner": 5 / 8, "inference": 0.5 / 8, "env": 1.0}
     now += 1
     busy.add("env", 0.25)
     assert busy.pop() == {"learner": 0.0, "inference": 0.0, "env": 0.25}
@@ -45,6 +46,18 @@ def test_averages_are_means_since_the_last_pop():
     assert averages.pop() == {"x": None, "y": None, "z": None}
     averages.add_max(z=-7)
     assert averages.pop() == {"x": None, "y": None, "z": -7.0}
+
+
+def test_averages_of_another_learner_are_added_once():
+    ours, theirs = counters.Averages(), counters.Averages()
+    for averages, values in ((ours, [1.0]), (theirs, [2.0, 6.0])):
+        for value in values:
+            averages.add(x=value)
+            averages.add_max(y=value)
+    ours.merge(*theirs.take())
+    assert ours.pop() == {"x": 3.0, "y": 6.0}
+    ours.merge(*theirs.take())
+    assert ours.pop() == {"x": None, "y": None}
 
 
 class Slow(float):
@@ -148,10 +161,11 @@ def test_the_newest_games_of_several_learners_stay_in_the_window():
     for part, first in zip(parts, (1.0, 7.0)):
         part.add_games([first, first + 1, first + 2], [1] * 3)
         part.add_episodes([first, first + 1, first + 2])
-    whole = counters.EpisodeStats(window=4)
-    whole.merge([part.state() for part in parts])
-    for name in ("returns", "life_returns"):
-        assert sorted(whole.state()[name]) == [2.0, 3.0, 8.0, 9.0]
+    for window, newest in ((4, [2, 3, 8, 9]), (7, [1, 2, 3, 7, 8, 9])):
+        whole = counters.EpisodeStats(window)
+        whole.merge([part.state() for part in parts])
+        for name in ("returns", "life_returns"):
+            assert sorted(whole.state()[name]) == newest
 
 
 def test_games_need_as_many_returns_as_steps():
@@ -172,5 +186,6 @@ def test_episode_stats_come_back_exactly_through_json():
         copy.restore(json.loads(json.dumps(stats.state(), allow_nan=False)))
         for s in (stats, copy):
             s.add_games([0.1, 0.2], [3, 4])
+            s.add_episodes([0.1, 0.2])
         assert copy.state() == stats.state()
         assert copy.columns() == stats.columns()

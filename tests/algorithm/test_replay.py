@@ -91,9 +91,10 @@ def test_draws_are_uniform_over_the_replay():
 
 def test_a_seed_fixes_the_draws_and_a_resumed_run_has_others(monkeypatch):
     def draws(*argv, first_update=0):
-        flags = make_flags("Catch", "--replay_ratio", "1", "--batch_size", "12", *argv)
+        sizes = "--replay_ratio 1 --batch_size 12 --replay_capacity 119"
+        flags = make_flags("Catch", *sizes.split(), *argv)
         ring = create_replay(flags, first_update, flags.envs_per_actor)
-        assert (ring.capacity, ring.num_sampled) == (40, 2)
+        assert (ring.capacity, ring.num_sampled) == (40, 2)  # Items of 3 rollouts.
         ring.add(range(40), [])
         return [ring.sample() for _ in range(7)]
 
@@ -139,6 +140,7 @@ def test_every_replayed_column_was_new_once_to_the_last_bit():
     rng = np.random.default_rng(0)
     mix = Mixer(Replay(CAPACITY, REPLAYED))
     seen: list[tuple[bytes, ...]] = []
+    memory = set()
     for number in range(10):
         new = new_batch(rng, number)
         batch, state = mix(*new)
@@ -149,9 +151,17 @@ def test_every_replayed_column_was_new_once_to_the_last_bit():
         assert not marks[:, :NEW].any() and marks[:, NEW:].all()
         assert columns[:NEW] == columns_of(new)
         assert set(columns[NEW:]) <= set(seen[-CAPACITY:])
-        assert len(set(columns)) == len(columns)
+        assert len(set(columns)) == len(columns) == NEW + num_old
+        if num_old:
+            memory.add(batch["done"].data_ptr())
         seen += columns[:NEW]
-    assert num_old
+    assert len(memory) == 1  # All batches are mixed in the same place.
+
+
+def test_a_batch_before_the_first_replayed_rollout_is_new_as_a_whole():
+    batch = {"replayed": replay.mark_replayed(T + 1, NEW, NEW)}
+    new, replayed = replay.split(batch)
+    assert new is batch and replayed is None
 
 
 def test_without_replay_a_batch_is_passed_on_as_it_is():
