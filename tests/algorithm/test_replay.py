@@ -232,6 +232,7 @@ def test_steps_episodes_and_rows_are_those_of_new_rollouts():
     old["info"]["half"][...] = 100.0
     new["info"]["game_return"][1, 2] = 7.0
     new["policy_version"][T, 2] = 0
+    new["policy_version"][0] = old["policy_version"][0] = 0  # The rollouts before.
     learner.updates = 10
     learner.update(join(new, old), ())
     alone, _ = make_learner()
@@ -258,13 +259,15 @@ def test_steps_episodes_and_rows_are_those_of_new_rollouts():
 
 def test_mean_rho_is_of_new_rows_where_only_another_learner_has_replayed_ones():
     learner, rollouts = make_learner()
-    sums = dict.fromkeys(("entropy", "target", "target_square"), 0.0)
-    sums |= {"steps": 60, "new_steps": 40, "replayed_steps": 20}  # Of all learners.
-    sums |= {"rho": 60.0, "replay_rho": 20.0}
+    sums = {"steps": 60, "new_steps": 40, "replayed_steps": 20}  # Of all learners.
+    sums |= {"rho": 60.0, "replay_rho": 20.0, "entropy": 30.0}
+    sums |= {"target": 60 * 3.0, "target_square": 60 * (3.0**2 + 2.0**2)}
     learner.counts.add(rollouts(NEW, 3), sums, 0, is_learned=True)
     row = learner.counts.averages.pop()
     assert row["mean_rho"] == row[replay.RHO] == 1.0
     assert replay.LAG not in row
+    of_all_rows = row["entropy"], row["return_mean"], row["return_std"]
+    assert of_all_rows == (0.5, 3.0, 2.0)
 
 
 def test_importance_weights_are_told_apart():

@@ -5,6 +5,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from core.environments.row_writer import RowWriter
 from core.environments.stepping import Environments
 from core.errors import EnvError, EnvSpecError, EnvValueError
 from tests.environments.helpers import Scripted, empty_rows, frame, step_until_error
@@ -53,6 +54,10 @@ VIOLATIONS = {
         {"pair": (1,)},
         "'observation/pair' expected a tuple of 2, got a tuple of 1",
     ),
+    "list for tuple": (
+        {"pair": [1, np.zeros(7, np.float32)]},
+        "'observation/pair' expected a tuple of 2, got a list of 2",
+    ),
     "leaf in a tuple": (
         {"pair": (1, np.zeros(5, np.float32))},
         "'observation/pair/1' expected float32[7], got float32[5]",
@@ -74,6 +79,10 @@ VIOLATIONS = {
     "info text": (
         {"info": {"score": "7"}},
         "'info/score' expected a number, got '7'",
+    ),
+    "info bytes": (
+        {"info": {"score": b"7"}},
+        "'info/score' expected a number, got a bytes",
     ),
     "info too large": (
         {"info": {"score": 10**400}},
@@ -101,12 +110,22 @@ VIOLATIONS = {
             "expected [0, 0] to [4, 2], got [0, 3]",
         ),
         (
+            gym.spaces.MultiDiscrete([5, 3]),
+            [np.array([0, 2]), np.array([4, 0]), np.array([-1, 2])],
+            "expected [0, 0] to [4, 2], got [-1, 2]",
+        ),
+        (
             gym.spaces.Box(-128, 127, (2,), np.int8),
             [np.array([7, -128]), [0, 127], np.array([300, 0])],
             "expected values that int8 can hold, got 300",
         ),
+        (
+            gym.spaces.Box(0, 255, (2,), np.uint8),
+            [np.zeros(2, np.uint8), np.uint16([7, 255]), np.uint16([300, 0])],
+            "expected values that uint8 can hold, got 300",
+        ),
     ],
-    ids=["Discrete", "MultiDiscrete", "wider integers"],
+    ids=["Discrete", "too high", "too low", "wider integers", "wider unsigned"],
 )
 def test_a_value_out_of_range_fails_the_environment_and_is_named(
     space, values, expected
@@ -148,3 +167,19 @@ def test_a_broken_spec_is_named_with_env_step_expected_and_got(violation):
     with pytest.raises(EnvSpecError) as caught:
         step_until_error(Scripted(None, entry), info_keys=("score",))
     assert str(caught.value) == f"env 5 (Scripted) step 2: {message}"
+
+
+def test_a_mask_allows_a_value_of_each_choice():
+    def check(*mask):
+        space = gym.spaces.Dict(action_mask=gym.spaces.MultiBinary(len(mask)))
+        choices = gym.spaces.MultiDiscrete([2, 3])
+        writer = RowWriter(space, choices, lambda k: f"env {k}")
+        writer.check_mask(7, {"action_mask": np.array(mask, np.int8)})
+
+    check(0, 1, 1, 0, 0)
+    for mask in ([0, 0, 1, 1, 1], [1, 1, 0, 0, 0]):
+        with pytest.raises(EnvValueError, match="env 7: .* per choice") as caught:
+            check(*mask)
+        assert f"got {mask}. " in str(caught.value)
+    for size in (4, 6):  # The learner refuses these masks.
+        check(*[0] * size)

@@ -239,9 +239,11 @@ def test_observations_of_a_kindred_dtype_are_cast():
 # ------------------------------------------------------------------ Errors
 
 
-def test_reset_of_the_old_api_on_a_gymnasium_env_is_an_error():
+@pytest.mark.parametrize("result", [frame(), (frame(),), (frame(), [])])
+def test_a_reset_that_returns_no_observation_and_dict_is_an_error(result):
+    """In the old API of gym it returns the observation alone."""
     with pytest.raises(EnvSpecError, match=r"step 0: 'reset\(\)' expected"):
-        step_until_error(Scripted(reset=frame()))
+        step_until_error(Scripted(reset=result))
 
 
 @pytest.mark.parametrize("error", [KeyError("boom"), SystemExit(3), GeneratorExit()])
