@@ -7,6 +7,7 @@ import json
 import math
 import random
 import signal
+import time
 import types
 
 import numpy as np
@@ -129,7 +130,7 @@ def test_environments_that_draw_numbers_when_made_do_not_change_a_resumed_run():
     run.stop = StopSignal()
 
     def create_actor(clock, **_):
-        clock[0] = 1.0  # As a call of an environment does.
+        clock[0] = time.monotonic()  # As a call of an environment does.
         return make_actor(flags)
 
     with serial.open_run(run, create_actor) as (_, clocks):

@@ -187,6 +187,30 @@ def test_life_lost_at_the_end_of_the_game_counts_the_game_once(over):
     np.testing.assert_array_equal(game_returns, expected)
 
 
+@pytest.mark.parametrize(
+    "option, value, games",
+    [
+        ("seed_every_game", False, [0, None]),
+        ("seed_every_game", True, [0, None, 1]),
+        ("recycle_games", 1, [0, None, 1]),
+        ("recycle_games", 2, [0, None]),
+    ],
+)
+def test_a_game_that_is_over_after_a_lost_life_ends_as_others_do(option, value, games):
+    """The next game gets the seed, or the new environment, that is due."""
+    seeds = []
+
+    class Env(Scripted):
+        def reset(self, *, seed=None, options=None):
+            seeds.append(seed)
+            return super().reset()[0], {"new_game": True}
+
+    lost = {"terminated": True, "info": {"life_lost": True}}
+    made = (Env(lost) for _ in itertools.count())
+    play(Environments(lambda: next(made), 1, seed=SEED, **{option: value}), 1)
+    assert seeds == [None if g is None else env_seed(SEED, 0, 0, g) for g in games]
+
+
 def test_actions_reach_the_environment_as_its_space_says():
     received = []
 
@@ -380,6 +404,18 @@ def test_one_environment_in_two_places_is_refused():
         envs.reset(rows)
         while not rows["info"]["game_step"][0] > 0:
             envs.step(np.array([0]), rows)
+    other = CountingEnv()
+    made = itertools.chain([one], itertools.repeat(other))
+    envs = Environments(lambda: next(made), 2, seed=SEED, recycle_games=1)
+    with pytest.raises(EnvError, match="env 0 .* returned the same CountingEnv"):
+        play(envs, 20)
+
+
+def play(envs, num_steps):
+    rows = envs.zero_rows()
+    envs.reset(rows)
+    for _ in range(num_steps):
+        envs.step(np.zeros(len(envs.envs), np.int64), rows)
 
 
 def test_environments_are_closed_when_making_one_of_them_fails():
@@ -655,6 +691,24 @@ def test_a_game_with_too_many_actions_to_be_saved_is_followed_by_a_new_one():
     }
     restored.step(np.array([1, 2]), rows)
     assert rows["episode_step"].tolist() == [1, before["episode_step"][1] + 1]
+
+
+def test_the_limit_of_saved_actions_is_of_their_numbers():
+    class Env(Scripted):
+        def __init__(self):
+            super().__init__()
+            self.action_space = gym.spaces.MultiDiscrete([3, 5])
+
+        def step(self, action):
+            action[...] = 0
+            return super().step(action)
+
+    envs = Environments(Env, 1, seed=SEED, seed_every_game=True, max_actions=5)
+    rows = envs.zero_rows()
+    envs.reset(rows)
+    for saved in ([[[2, 1]]], [[[2, 1]], [[2, 1]]], None):
+        envs.step(np.array([[2, 1]]), rows)
+        assert envs.state()["envs"][0]["actions"] == saved
 
 
 def test_restore_of_an_environment_that_ignores_its_seed_says_so():

@@ -228,15 +228,22 @@ def test_a_vector_env_of_ones_own_that_resets_in_the_same_step():
     assert np.isnan(rows["info"]["absent"]).all()
 
 
-def test_a_vector_env_may_write_into_its_actions():
+@pytest.mark.parametrize("mode, truncates", [(SAME_STEP, False), (DISABLED, True)])
+def test_a_vector_env_may_write_into_its_arguments(mode, truncates):
     class Writing(Numpy):
+        def reset(self, *, seed=None, options=None):
+            result = super().reset(seed=seed, options=options)
+            if options:
+                options["reset_mask"][...] = False
+            return result
+
         def step(self, actions):
             result = super().step(actions)
             actions -= 5
             return result
 
     ours, expected = (
-        play(from_vector_env(vector(SAME_STEP), seed=SEED), num_steps=7)
+        play(from_vector_env(vector(mode, truncates=truncates), seed=SEED), num_steps=7)
         for vector in (Writing, Numpy)
     )
     assert_same_rows(ours, expected)
@@ -308,6 +315,33 @@ def test_what_a_vector_env_raises_is_an_error_of_all_its_environments():
     ) as e:
         play(envs, num_steps=1)
     assert e.value.__cause__ is fault
+
+
+def test_ctrl_c_is_no_error_of_the_environments():
+    envs = from_vector_env(Numpy(SAME_STEP, raises=KeyboardInterrupt()), seed=SEED)
+    with pytest.raises(KeyboardInterrupt):
+        play(envs, num_steps=1)
+
+
+def test_the_clock_runs_while_the_vector_env_works():
+    clock, seen = np.zeros(1), []
+
+    class Watching(Numpy):
+        def reset(self, **options):
+            seen.append(clock[0])
+            return super().reset(**options)
+
+        def step(self, actions):
+            seen.append(clock[0])
+            return super().step(actions)
+
+    envs = from_vector_env(Watching(SAME_STEP), seed=SEED, clock=clock)
+    rows = envs.zero_rows()
+    clock[0] = 0.0
+    envs.reset(rows)
+    clock[0] = 0.0
+    envs.step(np.zeros(K, np.int64), rows)
+    assert len(seen) == 2 and all(seen)
 
 
 def test_step_before_reset_is_an_error():
