@@ -125,6 +125,7 @@ def test_statistics_of_millions_of_rows_are_those_of_float64():
     rng = np.random.default_rng(1)
     scales = np.array([1e-3, 1.0, 1e6])
     norm = RunningNorm((3,))
+    places = [x.data_ptr() for x in norm.buffers()]
     parts = []
     for i in range(400):
         size = (7919, 2, 4999)[i % 3]
@@ -136,6 +137,7 @@ def test_statistics_of_millions_of_rows_are_those_of_float64():
     np.testing.assert_allclose(norm.mean, rows.mean(0), rtol=1e-12)
     np.testing.assert_allclose(norm.var, rows.var(0), rtol=1e-9)
     assert {x.dtype for x in norm.buffers()} == {torch.float64}
+    assert [x.data_ptr() for x in norm.buffers()] == places
 
 
 def test_normalized_rows_have_mean_0_and_deviation_1_and_are_clipped():
@@ -242,8 +244,12 @@ def test_a_reward_that_the_network_clips_is_not_normalized():
 )
 def test_a_normalization_of_nothing_is_told(space, clipping, told, caplog):
     flags = make_flags(OBSERVATIONS, "--reward_clipping", clipping)
-    monobeast.create_learner(flags, Spaces(space, ACTIONS))
+    learner = monobeast.create_learner(flags, Spaces(space, ACTIONS))
     assert ("--normalize_observations changes nothing here" in caplog.text) == told
+    norm = learner.net.normalize
+    moments = norm.moments(random_batch(space))
+    assert moments.dtype == torch.float64 and (moments.numel() == 0) == told
+    norm.learn([moments])
 
 
 @pytest.mark.parametrize("module", [monobeast, polybeast])
@@ -339,6 +345,18 @@ def test_outputs_stay_while_the_scale_changes_a_thousandfold():
         said = torch.nn.functional.linear(x, layer.weight, layer.bias)
         normalized = (before.double() - mean) / std
         torch.testing.assert_close(said.double(), normalized, rtol=1e-3, atol=1e-5)
+
+
+def test_each_output_has_statistics_of_its_own():
+    torch.manual_seed(0)
+    layer, x = PopArt(13, 3), torch.randn(7, 13)
+    places = [x.data_ptr() for x in layer.state_dict().values()]
+    before = layer(x)
+    mean, std = torch.tensor([[40.0, -3.0, 0.5], [5.0, 0.25, 70.0]]).double()
+    layer.learn(mean, std**2)
+    assert torch.equal(layer.mean, mean) and torch.equal(layer.std, std)
+    torch.testing.assert_close(layer(x), before, rtol=1e-5, atol=1e-5)
+    assert [x.data_ptr() for x in layer.state_dict().values()] == places
 
 
 def test_a_thousand_small_changes_of_scale_keep_the_outputs():

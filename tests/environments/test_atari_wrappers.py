@@ -352,8 +352,8 @@ def test_a_game_that_ends_on_the_way_to_the_next_life_gives_way_to_a_new_one():
     assert not env.step(0)[2]
 
 
-def fire_stack(*games, **kwargs):
-    return wrap(Script(*games, **kwargs), noop_max=0)
+def fire_stack(*games, meanings=MEANINGS, **options):
+    return wrap(Script(*games, meanings=meanings), **{"noop_max": 0, **options})
 
 
 def test_an_episode_begins_with_fire_and_action_two():
@@ -362,6 +362,12 @@ def test_an_episode_begins_with_fire_and_action_two():
     assert [action for _, _, action in env.unwrapped.actions] == [1] * 4 + [2] * 4
     assert newest(observation) == {(0, 7), (0, 8)}
     assert info["new_game"] is True
+
+
+def test_a_single_noop_is_pressed():
+    env = fire_stack("3" * 9, noop_max=1, fire_reset=False)
+    env.reset()
+    assert env.unwrapped.actions == [(0, 1, 0)]
 
 
 def test_fire_is_pressed_again_after_a_lost_life():
@@ -505,9 +511,10 @@ def test_the_defaults_of_make_atari_are_the_impala_protocol():
 
 
 def test_flags_change_the_options_of_a_protocol():
-    flags = {"atari_protocol": "machado", "sticky_actions": 0.5, "clip_rewards": True}
+    changes = {"sticky_actions": 0.0, "full_action_space": False}
+    flags = {"atari_protocol": "machado", **changes, "noop_max": None, "seed": 7}
     machado = atari_wrappers.PROTOCOLS["machado"]
-    assert atari_wrappers.options_of(flags) == {**machado, "sticky_actions": 0.5}
+    assert atari_wrappers.options_of(flags) == {**machado, **changes}
     assert machado["sticky_actions"] == 0.25
 
 
@@ -562,15 +569,23 @@ def test_missing_ale_py_is_named_with_the_command_that_installs_it(monkeypatch):
     [
         ({"env_id": "CartPole-v1"}, "CartPole-v1 is not the id of an Atari game"),
         ({"sticky_actions": 1.5}, r"sticky_actions is 1.5 but must be in \[0, 1\]"),
+        ({"sticky_actions": -0.5}, r"sticky_actions is -0.5 but must be in \[0, 1\]"),
         ({"noop_max": -1}, "noop_max is -1 but must be at least 0"),
         ({"frame_skip": 0}, "frame_skip is 0 but must be at least 1"),
         ({"max_frames": 0}, "max_frames is 0 but must be at least 1"),
         ({"env_id": "ALE/Backgammon-v5"}, "first action is FIRE.*--full_action_space"),
+        ({"env_id": "ALE/Backgammon-v5", "noop_max": 0}, "first action is FIRE"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_atari(**{"env_id": "PongNoFrameskip-v4", **options})
+
+
+def test_a_game_without_a_noop_can_be_played_where_nothing_presses_it():
+    env = fire_stack("3" * 9, meanings=["FIRE", "UP", "RIGHT"], episodic_life=False)
+    env.reset()
+    assert env.unwrapped.actions == []
 
 
 def test_classic_gym_that_is_not_installed_is_named(monkeypatch):
