@@ -153,6 +153,7 @@ class Script(gym.Env):
         self.meanings = meanings
         self.game, self.frame = -1, 0
         self.actions = []  # (game, frame that it led to, action)
+        self.seeds = []
         self.ale = types.SimpleNamespace(
             lives=lambda: int(self.lives()), getScreenGrayscale=self.draw
         )
@@ -172,6 +173,7 @@ class Script(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        self.seeds.append(seed)
         self.game, self.frame = self.game + 1, 0
         return None, {}
 
@@ -244,6 +246,12 @@ def test_noops_that_end_the_game_go_on_in_a_new_one(noops, expected):
     env.np_random = FixedNoops(noops)
     picture, _ = env.reset()
     assert shown(picture) == {expected}
+
+
+def test_a_game_that_noops_have_ended_is_not_played_again():
+    env = NoopReset(Script("00", "0" * 40), 30)
+    env.reset(seed=7)
+    assert env.unwrapped.seeds == [7, None]
 
 
 def test_a_lost_life_ends_the_episode_and_the_skip():
@@ -607,5 +615,5 @@ def test_wrap_takes_an_environment_of_gymnasium():
 
 def test_one_picture_per_step_plays_at_the_speed_of_the_console():
     assert make_atari("PongNoFrameskip-v4").metadata["render_fps"] == 15
-    env = make_atari("PongNoFrameskip-v4", frame_skip=3)
-    assert env.metadata["render_fps"] == 20
+    env = make_atari("PongNoFrameskip-v4", frame_skip=3, render_mode="rgb_array")
+    assert env.metadata["render_fps"] == 20 and env.render_mode == "rgb_array"

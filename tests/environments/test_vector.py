@@ -249,6 +249,12 @@ def test_a_vector_env_may_write_into_its_arguments(mode, truncates):
     assert_same_rows(ours, expected)
 
 
+def test_termination_wins_over_truncation():
+    both = dict(terminated=np.ones(K, bool), truncated=np.ones(K, bool))
+    rows = play(from_vector_env(Numpy(SAME_STEP, **both), seed=SEED), num_steps=3)
+    assert rows["done"].all() and not rows["truncated"].any()
+
+
 def test_a_vector_env_of_ones_own_that_never_resets_by_itself():
     rows = play(
         from_vector_env(Numpy(DISABLED, truncates=True), seed=SEED), num_steps=7
