@@ -169,6 +169,12 @@ def test_an_element_that_never_changes_is_0_and_makes_nothing_infinite():
     assert norm(torch.tensor([[0.2]])).item() == 10.0
 
 
+def test_an_observation_without_elements_has_no_statistics():
+    norm = RunningNorm((0,))
+    norm.add(norm.moments(torch.zeros(7, 0)))
+    assert norm.count == 0 and norm(torch.zeros(5, 0)).shape == (5, 0)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows_and_changes_no_statistics(bad):
     norm = RunningNorm((2,))

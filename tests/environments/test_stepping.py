@@ -118,7 +118,7 @@ def test_truncation_takes_two_rows_and_the_second_executes_nothing():
         def step(self, action):
             executed.append(action)
             self._step += 1
-            info = {"score": 10 * self._step}
+            info = {"score": 10 * self._step - 10}
             return np.array([self._step], np.int32), 0.5, False, self._step == 2, info
 
     envs = Environments(Env, 1, seed=SEED, info_keys=("score",))
@@ -140,7 +140,7 @@ def test_truncation_takes_two_rows_and_the_second_executes_nothing():
     assert column(rows["episode_step"]) == [0, 1, 2, 2, 1]
     assert column(rows["info"]["game_return"]) == [None, None, 1.0, None, None]
     assert column(rows["info"]["game_step"]) == [None, None, 2, None, None]
-    assert column(rows["info"]["score"]) == [None, 10, 20, None, 10]
+    assert column(rows["info"]["score"]) == [None, 0, 10, None, 0]
 
 
 @pytest.mark.parametrize("kind", [TRUNCATING, LIVES | TRUNCATING])
@@ -771,5 +771,10 @@ def test_restore_into_other_seeds_names_both():
 def test_state_needs_a_seed_for_every_game():
     envs = Environments(counting_env.make, 1, seed=SEED)
     envs.reset(empty_rows(envs, 1))
-    with pytest.raises(RuntimeError, match="seed_every_game"):
+    with pytest.raises(RuntimeError, match="state needs seed_every_game"):
         envs.state()
+    with pytest.raises(RuntimeError, match="restore needs seed_every_game"):
+        envs.restore({"seeds": envs.seeds(), "envs": []}, envs.zero_rows())
+    not_reset = Environments(counting_env.make, 1, seed=SEED, seed_every_game=True)
+    with pytest.raises(RuntimeError, match="a reset before"):
+        not_reset.state()
