@@ -358,6 +358,7 @@ def test_each_output_has_statistics_of_its_own():
     layer, x = PopArt(13, 3), torch.randn(7, 13)
     places = [x.data_ptr() for x in layer.state_dict().values()]
     before = layer(x)
+    assert torch.equal(before, nn.functional.linear(x, layer.weight, layer.bias))
     mean, std = torch.tensor([[40.0, -3.0, 0.5], [5.0, 0.25, 70.0]]).double()
     layer.learn(mean, std**2)
     assert torch.equal(layer.mean, mean) and torch.equal(layer.std, std)
