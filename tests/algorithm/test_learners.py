@@ -690,13 +690,18 @@ def test_learner_0_counts_what_the_others_report_once(monkeypatch):
     for counts in (first, other):  # Both have resumed.
         counts.restore({"stale": 7, "episodes": EpisodeStats().state()})
     other.discard_restored()
+    ended = {"game_return": np.array([[np.nan], [9.0]])}
+    ended |= {"game_step": np.array([[np.nan], [4.0]])}
+    game = {"done": np.zeros((2, 1), bool), "episode_return": np.zeros((2, 1))}
     for stale in (3, 5):
-        for counts in (first, other):
+        for counts, value in ((first, 1.0), (other, 4.0)):
             counts.stale += stale
-            counts._own_episodes.add_games([9.0], [4])
+            counts.averages.add(x=value)
+            counts._add_games({**game, "info": ended})
         learner_1 = SimpleNamespace(rank=1, columns={})
         first.add_reports([other.take_report(learner_1, BusyTime())])
     assert first.stale == 7 + 2 * (3 + 5)
+    assert first.averages.pop() == {"x": 2.5}
     assert first.episodes.columns()["games"] == 4
 
 

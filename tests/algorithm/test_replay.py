@@ -230,7 +230,8 @@ def test_steps_episodes_and_rows_are_those_of_new_rollouts():
     old["info"]["game_return"][2, 0] = 100.0
     old["episode_return"][...] = 100.0
     old["info"]["half"][...] = 100.0
-    new["info"]["game_return"][1, 2] = 7.0
+    new["info"]["game_return"][1:3, 2] = 7.0
+    new["info"]["game_step"][2, 2] = np.nan  # So no game ends there.
     new["policy_version"][T, 2] = 0
     new["policy_version"][0] = old["policy_version"][0] = 0  # The rollouts before.
     learner.updates = 10
