@@ -42,9 +42,8 @@ from core.running import terminal
 from core.running.compute import set_torch_threads
 from core.running.machine import be_killed_first_for_memory, lower_priority
 from core.running.randomness import seed_rng
-from core.running.signals import STOP_SIGNALS, Pauses, kill_if_hung, show_stacks
-from core.running.supervise import RestartBudget, describe_exit
-from core.running.unit import Unit, end_units
+from core.running.signals import STOP_SIGNALS, Pauses, show_stacks
+from core.running.unit import Slot, Unit, end_units
 
 log = logging.getLogger(__name__)
 
@@ -170,17 +169,13 @@ def _run_actor(
 # ---------------------------------------------------------------------- in the program
 
 
-@dataclasses.dataclass
-class ActorSlot:
+@dataclasses.dataclass(kw_only=True)
+class ActorSlot(Slot):
     """One actor's place: its present process, if any, and the buffers it holds."""
 
     actor_id: int
-    budget: RestartBudget
-    process: Unit | None = None
-    pipe: connection.Connection | None = None
     held: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     last_served: int = 0  # When it was last handed a buffer, as a running number.
-    reason: str | None = None  # Why it died; None: only its exit status is known.
 
 
 class Actors:
@@ -241,7 +236,7 @@ class Actors:
             # milliseconds.
             self._fork_server = ForkServer(self._context, preload)
         self.slots = [
-            ActorSlot(i, RestartBudget(start_at=0.0)) for i in range(flags.num_actors)
+            ActorSlot(name=f"Actor {i}", actor_id=i) for i in range(flags.num_actors)
         ]
         # Guards everything below, and the slots' `held` and `pipe`.
         self._changed = threading.Condition()
@@ -261,7 +256,7 @@ class Actors:
             return
         for slot in self.slots:
             start = functools.partial(self._start, slot)
-            slot.budget.start_if_due(f"Actor {slot.actor_id}", start)
+            slot.budget.start_if_due(slot.name, start)
         # This starts a thread, so it comes after the first actors: they may be forked.
         self._output.start()
 
@@ -345,16 +340,10 @@ class Actors:
         """Continue a stopped actor; kill an actor whose environment takes too long."""
         if slot.process is None:
             return
-        slot.process.continue_if_stopped(f"Actor {slot.actor_id}")
-        if kill_if_hung(
-            f"Actor {slot.actor_id}",
-            slot.process,
-            self._clock[slot.actor_id],
-            pause_end,
-            self._flags.env_step_timeout_s,
-        ):
-            slot.reason = "its environment hung"
-            self._clock[slot.actor_id] = 0.0  # The process may take a while to end.
+        slot.process.continue_if_stopped(slot.name)
+        since = self._clock[slot.actor_id]
+        if slot.kill_if_hung(since, pause_end, self._flags.env_step_timeout_s):
+            self._clock[slot.actor_id] = 0.0  # Kill it only once.
 
     def _receive(self, slot: ActorSlot) -> None:
         assert slot.pipe is not None
@@ -390,11 +379,7 @@ class Actors:
 
     def _handle_death(self, slot: ActorSlot) -> None:
         """Take back a dead actor's buffers and plan its replacement."""
-        assert slot.process is not None
-        slot.process.join()
-        reason = slot.reason or describe_exit(slot.process.exitcode)
-        slot.process.close()
-        slot.process = None
+        reason = slot.remove_process()
         with self._changed:
             self._hang_up(slot)
             if slot.held:
@@ -406,10 +391,7 @@ class Actors:
             f"actor {slot.actor_id} died {slot.budget.quick_deaths + 1} times in a row "
             f"without delivering a rollout; the last time: {reason}"
         )
-        event = (
-            f"Actor {slot.actor_id} died ({reason}); its rollout is discarded; "
-            "restarting it"
-        )
+        event = f"{slot.name} died ({reason}); its rollout is discarded; restarting it"
         slot.budget.plan_restart(event, error)
         self.restarts += 1
 
@@ -471,8 +453,7 @@ class Actors:
         with self._changed:
             for slot in self.slots:
                 self._hang_up(slot)
-        processes = [s.process for s in self.slots if s.process is not None]
-        end_units(processes, ACTOR_EXIT_S)
+        end_units(self.slots, ACTOR_EXIT_S)
         self._output.close()
         if self._fork_server is not None:
             self._fork_server.close()

@@ -28,9 +28,8 @@ from core.errors import ConfigError, Exit
 from core.remote.addresses import STREAMS_SUFFIX, claim_address, make_private
 from core.running import terminal
 from core.running.machine import be_killed_first_for_memory, lower_priority, num_cores
-from core.running.signals import STOP_SIGNALS, Pauses, StopSignal, kill_if_hung
-from core.running.supervise import RestartBudget, describe_exit
-from core.running.unit import Unit, end_units
+from core.running.signals import STOP_SIGNALS, Pauses, StopSignal
+from core.running.unit import Slot, Unit, end_units
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +43,8 @@ class ServerError(Exception):
     """A server process died too often in a row."""
 
 
-@dataclasses.dataclass
-class ServerSlot:
+@dataclasses.dataclass(kw_only=True)
+class ServerSlot(Slot):
     """The slot of one server. Its process may be replaced; its address stays."""
 
     index: int
@@ -53,12 +52,8 @@ class ServerSlot:
     # [2 * S, 2] float64, in memory shared with the process. See
     # `core.remote.service.ServerOptions`.
     progress: np.ndarray
-    budget: RestartBudget
-    process: Unit | None = None  # None while the slot waits for `budget.start_at`.
-    pipe: connection.Connection | None = None  # Messages from the process.
     is_listening: bool = False
     has_listened: bool = False  # If it has ever listened, the socket's file is ours.
-    reason: str | None = None  # Why the process dies, if that is known.
 
 
 class Servers:
@@ -92,8 +87,8 @@ class Servers:
         shared = mmap.mmap(-1, len(addresses) * places * 2 * 8)
         progress = np.frombuffer(shared).reshape(len(addresses), places, 2)
         self.slots = [
-            ServerSlot(i, address, progress[i], RestartBudget(start_at=0.0))
-            for i, address in enumerate(addresses)
+            ServerSlot(name=f"Server {i}", index=i, address=a, progress=progress[i])
+            for i, a in enumerate(addresses)
         ]
         self._pauses = Pauses()
 
@@ -135,7 +130,7 @@ class Servers:
         """
         for slot in self.slots:
             start = functools.partial(self._start, slot)
-            slot.budget.start_if_due(f"Server {slot.index}", start)
+            slot.budget.start_if_due(slot.name, start)
         handles: list[Any] = [
             s.process.sentinel for s in self.slots if s.process is not None
         ]
@@ -155,17 +150,7 @@ class Servers:
                 self._handle_death(slot)
             self._check_progress(slot, pause_end)
             self._check_socket(slot)
-            self._continue(slot)
         return ready.intersection(others)
-
-    def _continue(self, slot: ServerSlot) -> None:
-        """Continue a server at a unix socket that was stopped (SIGSTOP).
-
-        The learner would not notice it: its messages wait in the socket. Over TCP the
-        pings of gRPC notice it.
-        """
-        if slot.process is not None and slot.address.startswith("unix:"):
-            slot.process.continue_if_stopped(f"Server {slot.index}")
 
     def _start(self, slot: ServerSlot) -> None:
         """Start a process for `slot`. An OSError may be temporary: see the budget."""
@@ -217,13 +202,9 @@ class Servers:
 
     def _handle_death(self, slot: ServerSlot) -> None:
         """Plan the restart of a dead server."""
-        assert slot.process is not None
         if slot.pipe is not None and slot.pipe.poll():
             self._receive(slot)
-        slot.process.join()
-        reason = slot.reason or describe_exit(slot.process.exitcode)
-        slot.process.close()
-        slot.process = None
+        reason = slot.remove_process()
         slot.is_listening = False
         if slot.progress[:, 0].sum() >= DELIVERED_STEPS:
             slot.budget.delivered()
@@ -232,24 +213,22 @@ class Servers:
             f"{slot.budget.quick_deaths + 1} times in a row within {DELIVERED_STEPS} "
             f"steps of its environments; the last time: {reason}"
         )
-        event = f"Server {slot.index} died ({reason}); starting it again"
+        event = f"{slot.name} died ({reason}); starting it again"
         self._restarts += 1
         slot.budget.plan_restart(event, error, self._restarts)
 
     def _check_progress(self, slot: ServerSlot, pause_end: float) -> None:
-        """Kill a server if a call of its environments takes too long."""
+        """Continue a stopped server; kill one whose environments take too long."""
         if slot.process is None:
             return
+        # The learner would not notice it: its messages wait in the socket. Over TCP the
+        # pings of gRPC notice it.
+        if slot.address.startswith("unix:"):
+            slot.process.continue_if_stopped(slot.name)
         since = slot.progress[:, 1]
-        if kill_if_hung(
-            f"Server {slot.index}",
-            slot.process,
-            min(since[since > 0], default=0.0),
-            pause_end,
-            self._flags.env_step_timeout_s,
-        ):
-            slot.reason = "its environment hung"
-            since[:] = 0.0  # Kill it only once; the process may take a while to end.
+        oldest = min(since[since > 0], default=0.0)
+        if slot.kill_if_hung(oldest, pause_end, self._flags.env_step_timeout_s):
+            since[:] = 0.0  # Kill it only once.
 
     def _check_socket(self, slot: ServerSlot) -> None:
         """End a server whose socket file was deleted: no learner could connect."""
@@ -263,10 +242,10 @@ class Servers:
 
     def __exit__(self, *exc_info: object) -> None:
         """End all servers, and remove the files that killed servers leave behind."""
-        processes = [s.process for s in self.slots if s.process is not None]
-        for process in processes:
-            process.terminate()
-        end_units(processes, STOP_S)
+        for slot in self.slots:
+            if slot.process is not None:
+                slot.process.terminate()
+        end_units(self.slots, STOP_S)
         if self._output is not None:
             self._output.close()
         for slot in self.slots:

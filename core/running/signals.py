@@ -189,34 +189,6 @@ def _has_handled(pid: int, signum: int) -> bool:
     return True
 
 
-def kill_if_hung(
-    name: str, process: Any, since: float, pause_end: float, limit_s: float
-) -> bool:
-    """Kill a process whose environment takes too long; show its stacks first.
-
-    Args:
-      process: a `core.running.unit.Unit`, in which faulthandler handles SIGUSR1.
-      since: when the environment's current call began (`time.monotonic`); 0 for none.
-      pause_end: from `Pauses.end`; the time before it does not count.
-      limit_s: the longest time for one call of an environment.
-
-    Returns:
-      Whether the process was killed.
-    """
-    if since == 0 or time.monotonic() - max(since, pause_end) <= limit_s:
-        return False
-    log.warning(
-        "%s hangs: one call of its environment has taken %g s (--env_step_timeout_s); "
-        "its stacks follow",
-        name,
-        limit_s,
-    )
-    if process.pid is not None:
-        show_stacks(process.pid)
-    process.kill()
-    return True
-
-
 def dump_stacks() -> None:
     """Log the Python stack of every Python thread, and the state of all threads."""
     with tempfile.TemporaryFile(dir=tmpfs_folder()) as file:

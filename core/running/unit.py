@@ -17,6 +17,7 @@ remaining processes.
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import faulthandler
 import logging
@@ -38,8 +39,13 @@ import numpy as np
 
 from core.errors import Exit
 from core.proc import continue_if_stopped
-from core.running.signals import Pauses, dump_stacks, end_after, pausable
-from core.running.supervise import exit_with_parent, send_at_parents_end
+from core.running.signals import Pauses, dump_stacks, end_after, pausable, show_stacks
+from core.running.supervise import (
+    RestartBudget,
+    describe_exit,
+    exit_with_parent,
+    send_at_parents_end,
+)
 
 log = logging.getLogger(__name__)
 
@@ -157,9 +163,59 @@ class Unit:
             self._pidfd = None
 
 
-def end_units(units: Sequence[Unit], limit_s: float) -> None:
+@dataclasses.dataclass(kw_only=True)
+class Slot:
+    """The place of a worker, whose process may be replaced."""
+
+    name: str  # For log lines, such as "Actor 3".
+    budget: RestartBudget = dataclasses.field(
+        default_factory=lambda: RestartBudget(start_at=0.0)
+    )
+    process: Unit | None = None  # None while the slot waits for `budget.start_at`.
+    pipe: connection.Connection | None = None  # Messages from the process.
+    reason: str | None = None  # Why the process dies; None: only its status is known.
+
+    def kill_if_hung(self, since: float, pause_end: float, limit_s: float) -> bool:
+        """Kill the process if its environment takes too long; show its stacks first.
+
+        Args:
+          since: when the environment's current call began (`time.monotonic`); 0 for
+            none. faulthandler handles SIGUSR1 in the process.
+          pause_end: from `Pauses.end`; the time before it does not count.
+          limit_s: the longest time for one call of an environment.
+
+        Returns:
+          Whether the process was killed. It may take a while to end.
+        """
+        if since == 0 or time.monotonic() - max(since, pause_end) <= limit_s:
+            return False
+        log.warning(
+            "%s hangs: one call of its environment has taken %g s "
+            "(--env_step_timeout_s); its stacks follow",
+            self.name,
+            limit_s,
+        )
+        assert self.process is not None
+        if self.process.pid is not None:
+            show_stacks(self.process.pid)
+        self.process.kill()
+        self.reason = "its environment hung"
+        return True
+
+    def remove_process(self) -> str:
+        """Remove the process, which has ended, from the slot; return why it ended."""
+        assert self.process is not None
+        self.process.join()
+        reason = self.reason or describe_exit(self.process.exitcode)
+        self.process.close()
+        self.process = None
+        return reason
+
+
+def end_units(slots: Sequence[Slot], limit_s: float) -> None:
     """Wait for up to `limit_s` for the end of all units; kill those that still run."""
     deadline = time.monotonic() + limit_s
+    units = [slot.process for slot in slots if slot.process is not None]
     for unit in units:
         unit.join(max(0.0, deadline - time.monotonic()))
         unit.kill()

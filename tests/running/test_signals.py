@@ -12,7 +12,7 @@ import types
 import psutil
 import pytest
 
-from core.running import signals
+from core.running import signals, unit
 from core.running.signals import StopSignal
 from core.running.supervise import start_thread
 from tests.conftest import wait_until
@@ -253,4 +253,4 @@ def test_only_a_long_gap_is_a_pause(monkeypatch):
 
 
 def test_without_a_call_nothing_hangs_however_long_ago_a_pause_ended():
-    assert not signals.kill_if_hung("Server 0", None, 0.0, 1.0, 0.001)
+    assert not unit.Slot(name="Server 0").kill_if_hung(0.0, 1.0, 0.001)
