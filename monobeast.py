@@ -84,6 +84,7 @@ from core.running.supervise import (
     raise_failures,
     start_thread,
 )
+from core.running.unit import running
 
 log = logging.getLogger("monobeast")
 
@@ -592,7 +593,7 @@ def train_serial(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
         incarnation=serial.first_incarnation(run),
         fetch=lambda: learner.updates,
     )
-    with serial.open_run(run, create_actor) as (actors, clocks):
+    with serial.open_run(run, create_actor) as (actors, update_clock):
         while run.goes_on():
             first = n * (learner.updates + learner.skipped)
             indices = [free.pop() for _ in range(n)]
@@ -602,7 +603,7 @@ def train_serial(run: Run, spaces: Spaces, buffers: RolloutBuffers) -> None:
                 learner.busy.add("env", actor.env_s)
                 learner.busy.add("inference", actor.agent_s)
             with (
-                serial.time_update(clocks),
+                running(update_clock),
                 explain_out_of_memory(assembler.batch, learner.net),
             ):
                 replayed = replay.sample()

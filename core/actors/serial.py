@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,17 +38,6 @@ MAX_ACTIONS = 1_000_000
 
 
 @contextlib.contextmanager
-def time_update(clocks: np.ndarray) -> Iterator[None]:
-    """Run the clock of updates during the block: an update, logging and saving.
-
-    A thread of `limit_calls` ends the program if this takes too long.
-    """
-    clocks[1] = time.monotonic()
-    yield
-    clocks[1] = 0.0
-
-
-@contextlib.contextmanager
 def open_run(
     run: Run, create_actor: Callable[..., Actor]
 ) -> Iterator[tuple[list[Actor], np.ndarray]]:
@@ -62,7 +50,8 @@ def open_run(
       create_actor: called with `actor_id` and `clock`.
 
     Yields:
-      The actors, and the clocks of `limit_calls`, for `time_update`.
+      The actors, and the clock of updates: a thread of `limit_calls` ends the program
+      if an update with its log row and checkpoint takes too long.
     """
     flags = run.flags
     is_alone = ranks.size() == 1
@@ -102,7 +91,7 @@ def open_run(
             clocks[:] = 0.0
         with run.open():
             try:
-                yield actors, clocks
+                yield actors, clocks[1:]
             except BaseException:
                 # Some actor may have half a rollout, which no checkpoint can hold.
                 run.extra_state = lambda: ({}, {})

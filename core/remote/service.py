@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
@@ -22,6 +21,7 @@ from core.remote import frames, messages
 from core.remote.messages import Action, Hello
 from core.remote.places import quote
 from core.rollout import row_spec, spec_of
+from core.running.unit import running
 
 log = logging.getLogger(__name__)
 
@@ -188,16 +188,6 @@ class Service:
             action_arrays=self._action_arrays,
             options=self._env_options,
         )
-
-
-@contextlib.contextmanager
-def running(clock: np.ndarray) -> Iterator[None]:
-    """Set `clock` to the time when this block began, and to 0 after the block."""
-    clock[0] = time.monotonic()
-    try:
-        yield
-    finally:
-        clock[0] = 0.0
 
 
 @contextlib.contextmanager

@@ -438,6 +438,16 @@ def limit_calls(
         faulthandler.cancel_dump_traceback_later()
 
 
+@contextlib.contextmanager
+def running(clock: np.ndarray) -> Iterator[None]:
+    """Set `clock` to the time when this block began, and to 0 after the block."""
+    clock[0] = time.monotonic()
+    try:
+        yield
+    finally:
+        clock[0] = 0.0
+
+
 def _end_process() -> NoReturn:
     """Show all stacks, kill all processes below this one, and end this process."""
     dump_stacks()
