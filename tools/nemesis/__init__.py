@@ -13,3 +13,5 @@ Each figure is a module here with two functions:
 goals hold, else 1. A figure that injected fewer faults than asked for has failed,
 whatever else it measured.
 """
+
+FOLDER = "NEMESIS_FOLDER"  # The variable that names the folder of a program.

@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from core.errors import Exit
+from tools.nemesis.programs import Program, train
 from tools.nemesis.result import Result
-from tools.nemesis.training import Training
+from tools.runs import curve
 
 DAY_S = 86400
 LOG_S, SAVE_S = 1.0, 2.0  # Intervals, of log lines and of checkpoints.
@@ -45,20 +46,21 @@ def measure(flags: argparse.Namespace) -> Result:
         argv = [*sizes, "--checkpoint_interval_s", str(SAVE_S)]
         with (
             WallClock() as clock,
-            Training(trainer, *argv, variables=clock.variables) as run,
+            train(trainer, *argv, variables=clock.variables) as run,
         ):
-            saved = Saves(run.folder / "run" / "checkpoints")
-            run.wait_until(lambda: saved.look() > 1)  # noqa: B023
+            saved = Saves(run.checkpoints)
+            run.wait_for(lambda: saved.look() > 1)  # noqa: B023
             wrong += [f"{trainer}: {name} has the real clock" for name in real(run)]
             for shift_s in itertools.islice(itertools.cycle([DAY_S, 0]), flags.jumps):
                 clock.set_shift(shift_s)
                 let_time_pass(run, saved)
-            status = run.stop()
-            times = [time_s for time_s, _ in run.rows()]
+            run.process.terminate()
+            status = run.wait()
+            times = [time_s for time_s, _ in curve(run.run_dir)]
         if status != Exit.STOPPED:
-            wrong.append(f"{trainer}: exit status {status}: {run.tail()}")
+            wrong.append(f"{trainer}: exit status {status}: {run.text()}")
         if len(run.find(r"\d+ rows received = ")) != 1:
-            wrong.append(f"{trainer}: no ledger: {run.tail()}")
+            wrong.append(f"{trainer}: no ledger: {run.text()}")
         wrong += [f"{trainer}: {match.string}" for match in run.find(WRONG)]
         if times != sorted(times):
             wrong.append(f"{trainer}: time_s of the log goes back: {times}")
@@ -128,19 +130,19 @@ class Saves:
         return len(self.times)
 
 
-def let_time_pass(run: Training, saved: Saves) -> None:
+def let_time_pass(run: Program, saved: Saves) -> None:
     """Wait for some checkpoints and rows more, and for a line that has the date."""
-    lines, rows, saves = len(run.lines), len(run.rows()), saved.look()
-    run.wait_until(
+    lines, rows, saves = len(run.lines), run.rows(), saved.look()
+    run.wait_for(
         lambda: (
             saved.look() > saves + 1
             and len(run.lines) > lines
-            and len(run.rows()) > rows + 3
+            and run.rows() > rows + 3
         )
     )
 
 
-def real(run: Training) -> Iterator[str]:
+def real(run: Program) -> Iterator[str]:
     """Name the processes of a run that do not see its wall clock."""
     for name, pid in run.processes().items():
         if "wall_clock.so" not in Path(f"/proc/{pid}/maps").read_text():

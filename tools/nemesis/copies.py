@@ -9,7 +9,7 @@ the copy counts as another run: it waits while the original trains, and trains l
 import argparse
 import shutil
 
-from tools.nemesis.playground import Servers
+from tools.nemesis.playground import serve
 from tools.nemesis.programs import FLAGS, Program, workplace
 from tools.nemesis.result import Result
 
@@ -25,7 +25,7 @@ def measure(flags: argparse.Namespace) -> Result:
     with (
         workplace() as folder,
         workplace() as elsewhere,
-        Servers(2, "--envs_per_stream", NUM_ENVS) as servers,
+        serve(2, "--envs_per_stream", NUM_ENVS) as servers,
     ):
         argv = [*FLAGS[2:], "--server_addresses", ",".join(servers.addresses)]
         with Program("polybeast", folder, *argv) as program:

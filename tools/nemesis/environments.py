@@ -15,9 +15,9 @@ from typing import Any
 
 from core.environments import toys
 from tests.counting_env import CountingEnv
+from tools.nemesis import FOLDER
 
 STEP_S = 0.002  # As of a small game; or two cores would do nothing but count.
-FOLDER = "NEMESIS_FOLDER"  # The variable that names where orders are left.
 
 
 class PacedEnv(CountingEnv):

@@ -35,7 +35,7 @@ def measure(flags: argparse.Namespace) -> Result:
     kinds = list(itertools.islice(itertools.cycle(HANGS), flags.count))
     argv = ["--env_step_timeout_s", str(LIMIT_S)]
     with (
-        playground.Servers(flags.num_servers, *argv, env="make_hanging") as servers,
+        playground.serve(flags.num_servers, *argv, env="make_hanging") as servers,
         playground.play(servers, seed=flags.seed) as learner,
     ):
 

@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(flags: argparse.Namespace) -> Result:
     with (
-        playground.Servers(flags.num_servers) as servers,
+        playground.serve(flags.num_servers) as servers,
         playground.play(servers, seed=flags.seed) as learner,
     ):
 

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.nemesis.environments import order_file
-from tools.nemesis.programs import wait_for
+from tools.nemesis.programs import train, wait_for
 from tools.nemesis.result import Result
-from tools.nemesis.training import Training
 
 CGROUP = Path("/sys/fs/cgroup")
 ROOM = 40 * 2**20  # Beyond what the run takes: much less than a learner has.
@@ -39,21 +38,19 @@ def measure(flags: argparse.Namespace) -> Result:
     rng = random.Random(flags.seed)
     injected, replaced = {}, {}
     for trainer, sizes in SIZES.items():
-        training = Training(
-            trainer, "--env", "tools.nemesis.environments:make_greedy", *sizes
-        )
-        with contextlib.ExitStack() as stack:
-            stack.callback(training.stop)  # Also if there can be no cgroup.
-            cgroup = stack.enter_context(memory_cgroup(training.process.pid))
-            run = stack.enter_context(training)
+        argv = ["--env", "tools.nemesis.environments:make_greedy", *sizes]
+        with (
+            memory_cgroup() as cgroup,
+            train(trainer, *argv, prefix=cgroup.prefix) as run,
+        ):
             for _ in range(flags.kills):
                 cgroup.set_room(ROOM)
                 victim = f"{run.worker}-{rng.randrange(NUM_WORKERS)}"
                 pid = run.pids[victim]
                 order_file(run.folder, victim, "memory").touch()
-                run.wait_until(lambda: run.pids[victim] != pid)  # noqa: B023
-                rows = len(run.rows())
-                run.wait_until(lambda: len(run.rows()) > rows + 1)  # noqa: B023
+                run.wait_for(lambda: run.pids[victim] != pid)  # noqa: B023
+                rows = run.rows()
+                run.wait_for(lambda: run.rows() > rows + 1)  # noqa: B023
             injected[trainer] = cgroup.kills()
             replaced[trainer] = run.replaced
     found = Result(injected, dict.fromkeys(SIZES, flags.kills), {"replaced": replaced})
@@ -67,6 +64,8 @@ class MemoryCgroup:
     def __init__(self, path: Path, usage: str, limit: str, events: str):
         self._usage, self._limit = path / usage, path / limit
         self._events = path / events
+        # The words of a command that executes a program in it.
+        self.prefix = ["sh", "-c", f'echo $$ >{path}/cgroup.procs; exec "$@"', "sh"]
 
     def set_room(self, nbytes: int) -> None:
         """Let its processes take so much more than they have."""
@@ -79,13 +78,12 @@ class MemoryCgroup:
 
 
 @contextlib.contextmanager
-def memory_cgroup(pid: int) -> Iterator[MemoryCgroup]:
-    """Yield a new cgroup that has this process, and all that it starts from now on."""
+def memory_cgroup() -> Iterator[MemoryCgroup]:
+    """Yield a new cgroup."""
     is_v1 = (CGROUP / "memory").is_dir()
     path = CGROUP / ("memory" if is_v1 else "") / f"torchbeast-nemesis-{os.getpid()}"
     path.mkdir()
     try:
-        (path / "cgroup.procs").write_text(str(pid))
         v1 = ("memory.usage_in_bytes", "memory.limit_in_bytes", "memory.oom_control")
         v2 = ("memory.current", "memory.max", "memory.events")
         yield MemoryCgroup(path, *(v1 if is_v1 else v2))

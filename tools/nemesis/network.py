@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from core.remote import tls
 from tools.certs import main as make_certs
 from tools.nemesis import playground
-from tools.nemesis.proxy import Proxies
+from tools.nemesis.proxy import Proxies, Proxy
 from tools.nemesis.result import Result, spread
 
 KEEPALIVE_S = 1.0
@@ -60,7 +60,7 @@ def measure(flags: argparse.Namespace) -> Result:
     argv = ["--server_address", "127.0.0.1:0", "--keepalive_s", str(KEEPALIVE_S)]
     with (
         certificates() as certs,
-        playground.Servers(
+        playground.serve(
             flags.num_servers, *argv, "--tls_dir", f"{certs}/127.0.0.1"
         ) as servers,
         Proxies(servers.addresses) as proxies,
@@ -75,22 +75,22 @@ def measure(flags: argparse.Namespace) -> Result:
 
         def begin(fault: playground.Fault) -> None:
             if fault.kind == "blackholes":
-                proxies.cut(fault.server)
+                proxies.call(fault.server, Proxy.cut)
             elif fault.kind == "freezes":
                 servers.signal(fault.server, signal.SIGSTOP)
             else:
                 if fault.kind == "flips":
-                    proxies.flip(fault.server)
+                    proxies.call(fault.server, Proxy.flip)
                 elif fault.kind == "half_closes":
                     to_server = rng.random() < 0.5
-                    proxies.half_close(fault.server, to_server=to_server)
+                    proxies.call(fault.server, Proxy.half_close, to_server)
                 else:
-                    proxies.reset(fault.server)
+                    proxies.call(fault.server, Proxy.reset)
                 fault.ended = time.monotonic()
 
         def end(fault: playground.Fault) -> None:
             if fault.kind == "blackholes":
-                proxies.mend(fault.server)
+                proxies.call(fault.server, Proxy.mend)
             else:
                 servers.signal(fault.server, signal.SIGCONT)
 
@@ -128,7 +128,7 @@ def flip_plaintext(flags: argparse.Namespace, rng: random.Random) -> dict[str, i
     argv = ["--server_address", "127.0.0.1:0", "--keepalive_s", str(KEEPALIVE_S)]
     flips = 0
     with (
-        playground.Servers(flags.num_servers, *argv) as servers,
+        playground.serve(flags.num_servers, *argv) as servers,
         Proxies(servers.addresses) as proxies,
         playground.play(
             servers, proxies.addresses, seed=flags.seed, keepalive_s=KEEPALIVE_S
@@ -139,7 +139,7 @@ def flip_plaintext(flags: argparse.Namespace, rng: random.Random) -> dict[str, i
             i = rng.randrange(flags.num_servers)
             state = learner.stats()["addresses"][proxies.addresses[i]]
             if state["connected"] and state["steps"] > steps[i] + PLAINTEXT_STEPS:
-                proxies.flip(i)
+                proxies.call(i, Proxy.flip)
                 steps[i] = state["steps"]
                 flips += 1
             servers.check()

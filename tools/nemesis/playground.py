@@ -14,9 +14,7 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -30,15 +28,14 @@ import libtorchbeast
 from core.nests import Nest, leaves, map_nest
 from core.remote import server_flags
 from core.remote.supervisor import DELIVERED_STEPS
-from core.running.supervise import from_child, start_thread
+from core.running.supervise import start_thread
 from tests import counting_env
-from tools.nemesis.environments import FOLDER
-from tools.nemesis.result import REPOSITORY, Result
+from tools.nemesis import programs
+from tools.nemesis.result import Result
 
 T, K = 20, 2  # Steps of a rollout, environments of a stream.
 LANES = 4  # Rollouts of a learner batch.
 POLL_S = 0.005
-START_S = 60.0  # For servers and streams to come up on a busy machine.
 PAUSE_S = 2.0  # At most, until a server that is back is broken again.
 SERVING = r"Serving \S+ at (\S+): "
 QUIET_S, QUIET_SAMPLES = 5.0, 10
@@ -148,111 +145,28 @@ def row_number(place: counting_env.Place) -> int:
 # --------------------------------------------------------------------------- the parts
 
 
-def plain(line: str) -> str:
-    """Return the text of a line that a program printed, also if it is for a parent."""
-    _, text, _ = from_child(line)
-    return text or " "
+class Servers(programs.Process):
+    """`python -m polybeast_env`, with environments of tools/nemesis/environments.py."""
 
-
-class Program:
-    """A program under way, and what it says. A context manager: the end is SIGTERM.
-
-    Its environments are those of tools/nemesis/environments.py.
-    """
-
-    def __init__(self, *argv: str, variables: Mapping[str, str] | None = None):
-        self.lines: list[tuple[float, str]] = []  # When each came, and the line.
-        self.pids: dict[str, int] = {}  # "server-3": its present process.
-        self.replaced = 0  # Processes that others took the place of.
-        self._stack = contextlib.ExitStack()
-        folder = tempfile.TemporaryDirectory(prefix="nemesis-")
-        self.folder = Path(self._stack.enter_context(folder))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *(word.format(self.folder) for word in argv)],
-            cwd=REPOSITORY,
-            env={**os.environ, **(variables or {}), FOLDER: str(self.folder)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        self._stack.callback(self.stop)
-        self._reader = start_thread("output", self._read)
-
-    def __enter__(self) -> "Program":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            for part in plain(line).splitlines():
-                self.lines.append((time.monotonic(), part))
-            if match := re.search(r"(\S+-\d+) is process (\d+)", line):
-                self.replaced += match[1] in self.pids
-                self.pids[match[1]] = int(match[2])
-
-    def stop(self) -> int:
-        """End it with SIGTERM; return its exit status, once all its lines are here."""
-        self.process.terminate()
-        try:
-            return self.process.wait(START_S)
-        finally:
-            self.process.kill()
-            self._reader.result(START_S)
-
-    def find(self, pattern: str) -> list[re.Match[str]]:
-        """Return the matches in all lines so far."""
-        found = (re.search(pattern, line) for _, line in list(self.lines))
-        return [match for match in found if match is not None]
-
-    def wait_until(self, condition: Callable[[], object]) -> None:
-        """Wait for something that takes this program.
-
-        Raises:
-          TimeoutError: it takes more than START_S.
-        """
-        deadline = time.monotonic() + START_S
-        while not condition():
-            self.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not within {START_S} s: {self.tail()}")
-            time.sleep(POLL_S)
-
-    def check(self) -> None:
-        """Raise RuntimeError if the program has ended."""
-        if self.process.poll() is not None:
-            raise RuntimeError(f"ended: {self.process.args}\n{self.tail()}")
-
-    def tail(self) -> str:
-        return "\n".join(line for _, line in self.lines[-20:])
-
-
-class Servers(Program):
-    """`python -m polybeast_env`, once it serves."""
-
-    def __init__(self, num_servers: int, *argv: str, env: str = "make"):
-        command = ["polybeast_env", "--with_parent"]
-        command += ["--env", f"tools.nemesis.environments:{env}"]
-        command += ["--num_servers", str(num_servers), "--envs_per_stream", str(K)]
-        command += ["--streams_per_server", "1"]
-        if "--server_address" not in argv:
-            command += ["--pipes_basename", "unix:{}/env"]
-        super().__init__(*command, *argv)
-        self.addresses: Sequence[str] = ()
-
-    def __enter__(self) -> "Servers":
-        with self._stack:  # Should they not start.
-            self.wait_until(lambda: self.find(SERVING))
-            self.addresses = server_flags.addresses(self.find(SERVING)[0][1])
-            self._stack = self._stack.pop_all()
-        return self
+    addresses: Sequence[str] = ()
 
     def signal(self, server: int, signum: signal.Signals) -> None:
         os.kill(self.pids[f"server-{server}"], signum)
+
+
+@contextlib.contextmanager
+def serve(num_servers: int, *argv: str, env: str = "make") -> Iterator[Servers]:
+    """Yield servers, once they serve."""
+    flags = ["--with_parent", "--env", f"tools.nemesis.environments:{env}"]
+    flags += ["--num_servers", str(num_servers), "--envs_per_stream", str(K)]
+    flags += ["--streams_per_server", "1"]
+    with programs.workplace() as folder:
+        if "--server_address" not in argv:
+            flags += ["--pipes_basename", f"unix:{folder}/env"]
+        with Servers("polybeast_env", folder, *flags, *argv) as servers:
+            servers.wait_for(lambda: servers.find(SERVING))
+            servers.addresses = server_flags.addresses(servers.find(SERVING)[0][1])
+            yield servers
 
 
 class Learner:
@@ -485,7 +399,7 @@ class Storm:
     def _watch(self, i: int, steps: int, fault: Fault) -> None:
         now = time.monotonic()
         if now - fault.began > GIVE_UP_S:
-            raise TimeoutError(f"{fault} is not over: {self._servers.tail()}")
+            raise TimeoutError(f"{fault} is not over: {self._servers.text()}")
         if fault.noticed is None:
             return
         if fault.ended is None:
@@ -509,7 +423,7 @@ def wait_for_streams(servers: Servers, learner: Learner) -> None:
         states = learner.stats()["addresses"].values()
         return all(s["connected"] and s["steps"] > 10 * T * K for s in states)
 
-    servers.wait_until(all_play)
+    servers.wait_for(all_play)
 
 
 def settle(servers: Servers, learner: Learner) -> Settled:
@@ -521,7 +435,7 @@ def settle(servers: Servers, learner: Learner) -> Settled:
     ledger = learner.ledger
     gaps, discarded = ledger.gaps(), learner.stats()["discarded"]
     enough = ledger.rollouts + LANES * (4 + 2 * len(servers.addresses) // LANES)
-    servers.wait_until(lambda: ledger.rollouts >= enough)
+    servers.wait_for(lambda: ledger.rollouts >= enough)
     return Settled(gaps & ledger.gaps(), discarded)
 
 

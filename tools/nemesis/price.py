@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 
 from core.running.machine import num_cores
+from tools.nemesis.programs import Program, train
 from tools.nemesis.result import Result
-from tools.nemesis.training import Training
+from tools.runs import curve
 
 KILL_EVERY_S = 5.0
 KILLS = 4  # Of a phase.
@@ -36,7 +37,7 @@ def measure(flags: argparse.Namespace) -> Result:
     servers = itertools.cycle(range(flags.num_servers))
     argv = ["--num_servers", str(flags.num_servers), "--disable_checkpoint"]
     prices, rates = [], []
-    with Training("polybeast", *argv) as training:
+    with train("polybeast", *argv) as training:
         time.sleep(WARM_UP_S)
         for i in range(flags.pairs):
             sps = {}
@@ -62,14 +63,14 @@ def measure(flags: argparse.Namespace) -> Result:
     return found
 
 
-def phase(training: Training, victims: Iterator[int] | None) -> float:
+def phase(training: Program, victims: Iterator[int] | None) -> float:
     """Return the steps per second of a phase. `victims` are killed in turn."""
-    began_s, began_step = training.rows()[-1]
+    began_s, began_step = curve(training.run_dir)[-1]
     for _ in range(KILLS):
         time.sleep(KILL_EVERY_S / 2)
         if victims is not None:
             training.kill(next(victims))
         time.sleep(KILL_EVERY_S / 2)
         training.check()
-    ended_s, ended_step = training.rows()[-1]
+    ended_s, ended_step = curve(training.run_dir)[-1]
     return (ended_step - began_step) / (ended_s - began_s)

@@ -6,18 +6,26 @@ import os
 import random
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
+from typing import Any, TypeVar
 
+import psutil
+
+from core.running.supervise import from_child, start_thread
+from tools.nemesis import FOLDER
 from tools.nemesis.result import REPOSITORY
 from tools.runs import num_rows
 
 DEADLINE_S = 60.0  # For anything awaited.
 POLL_S = 0.002
+LAST_LINES_S = 0.5  # For the output of a program that has ended.
 QUIET_S = 2.0  # Many ticks of a main loop, and with FLAGS each saves.
 MODULES = ("monobeast", "polybeast")
 ENDLESS = "1000000000"
@@ -32,46 +40,59 @@ SIZES = {
 # When the program is about to start its actors, or to connect to its servers.
 CONNECTING = {"monobeast": "Preflight: cores", "polybeast": "Preflight: memory"}
 
+P = TypeVar("P", bound="Process")
 
-class Program:
-    """A running `python -m <module>`, training run x. Kills its family at the end."""
+
+class Process:
+    """A running `python -m MODULE`, and what it says. Kills its family at the end."""
 
     def __init__(
-        self, module: str, folder: Path, *flags: str, prefix: Sequence[str] = ()
+        self,
+        module: str,
+        folder: Path,
+        *argv: str,
+        prefix: Sequence[str] = (),
+        variables: Mapping[str, str] = {},
     ):
-        """Start it, with a folder for its run, its output and its temporary files.
+        """Start it.
 
         Args:
+          folder: for its temporary files.
           prefix: the words of a command that executes the program.
+          variables: environment variables, besides those of this process.
         """
-        self.module = module
-        self.run_dir = folder / "runs" / "x"
-        self.checkpoints = self.run_dir / "checkpoints"
+        self.module, self.folder = module, folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
-        self._output = folder / "output.txt"
+        self.lines: list[tuple[float, str]] = []  # When each came, and the line.
+        self.pids: dict[str, int] = {}  # "server-3": its present process.
+        self.replaced = 0  # Processes that others took the place of.
         self._mark = f"{MARK}={secrets.token_hex(8)}"
+        own = {"TMPDIR": str(self.temporary), FOLDER: str(folder)}
         mark = dict([self._mark.split("=")])
-        command = [sys.executable, "-m", module, "--savedir", str(folder / "runs")]
-        with self._output.open("w") as output:
-            self.process = subprocess.Popen(
-                [*prefix, *command, "--xpid", "x", *flags],
-                cwd=REPOSITORY,
-                env={**os.environ, **mark, "TMPDIR": str(self.temporary)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C is for this program.
-            )
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", module, *argv],
+            cwd=REPOSITORY,
+            env={**os.environ, **variables, **own, **mark},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for this program.
+        )
         self.pid = self.process.pid
+        self._reader = start_thread("output", self._read)
 
-    def __enter__(self) -> "Program":
+    def __enter__(self: P) -> P:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        wait_for(self._kill_family)
+        with self.process:  # Closes its pipes.
+            self.process.kill()
+            self.process.wait()
+            wait_for(self._kill_family)
+            self._reader.result(DEADLINE_S)
 
     def _kill_family(self) -> bool:
         pids = self.family()
@@ -80,11 +101,31 @@ class Program:
                 os.kill(pid, 9)
         return not pids
 
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            _, text, _ = from_child(line)  # A program may write for a parent.
+            for part in (text or " ").splitlines():
+                self.lines.append((time.monotonic(), part))
+            if match := re.search(r"(\S+-\d+) is process (\d+)", line):
+                self.replaced += match[1] in self.pids
+                self.pids[match[1]] = int(match[2])
+
     def text(self) -> str:
-        return self._output.read_text(errors="replace")
+        return "\n".join(line for _, line in list(self.lines))
+
+    def find(self, pattern: str) -> list[re.Match[str]]:
+        """Return the matches in all lines so far."""
+        found = (re.search(pattern, line) for _, line in list(self.lines))
+        return [match for match in found if match is not None]
 
     def is_running(self) -> bool:
         return self.process.poll() is None
+
+    def check(self) -> None:
+        """Raise RuntimeError if the program has ended."""
+        if not self.is_running():
+            raise RuntimeError(f"ended: {self.process.args}\n{self.text()}")
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Wait until it is true.
@@ -95,6 +136,54 @@ class Program:
         """
         if not came_true(condition, self.is_running):
             raise RuntimeError(f"{condition} is not true of:\n{self.text()}")
+
+    def wait(self) -> int:
+        """Return the exit status, once all that it has said is here."""
+        with contextlib.suppress(TimeoutError):
+            wait_for(lambda: not self.is_running())
+        if self.is_running():
+            raise RuntimeError(f"did not end:\n{self.text()}")
+        # If it has left processes behind, its output stays open.
+        futures.wait([self._reader], LAST_LINES_S)
+        return self.process.returncode
+
+    def family(self) -> list[int]:
+        """Return the live processes it started, and theirs, wherever they are now.
+
+        They have inherited the mark in its environment, whoever their parent is.
+        """
+        found = []
+        for entry in os.scandir("/proc"):
+            with contextlib.suppress(OSError):  # It has ended meanwhile.
+                if entry.name.isdecimal() and self._mark.encode() in Path(
+                    entry.path, "environ"
+                ).read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+
+class Program(Process):
+    """A trainer, which trains run x in a folder."""
+
+    def __init__(self, module: str, folder: Path, *flags: str, **options: Any):
+        self.run_dir = folder / "runs" / "x"
+        self.checkpoints = self.run_dir / "checkpoints"
+        self.worker = {"polybeast": "server", "monobeast": "actor"}.get(module, "")
+        where = ("--savedir", str(folder / "runs"), "--xpid", "x")
+        super().__init__(module, folder, *where, *flags, **options)
+
+    def kill(self, worker: int) -> None:
+        """Kill a server or actor that plays `environments.Catch`."""
+        os.kill(self.pids[f"{self.worker}-{worker}"], signal.SIGKILL)
+
+    def processes(self) -> dict[str, int]:
+        """Return the process of each part of a run of `train`, by name."""
+        workers = {n: p for n, p in self.pids.items() if n.startswith(self.worker)}
+        found = {"learner": self.pid, **workers}
+        for child in psutil.Process(self.pid).children():
+            if "polybeast_env" in child.cmdline():
+                found["supervisor"] = child.pid
+        return found
 
     def wait_until_saves_fail(self, condition: Callable[[], object]) -> None:
         """Wait until it is true and no checkpoint has come for QUIET_S.
@@ -116,14 +205,6 @@ class Program:
         found = re.search(r"(\d+) x [^;]*Training goes on", self.text())
         return int(found[1]) if found else 0
 
-    def wait(self) -> int:
-        """Return the exit status."""
-        with contextlib.suppress(TimeoutError):
-            wait_for(lambda: not self.is_running())
-        if self.is_running():
-            raise RuntimeError(f"did not end:\n{self.text()}")
-        return self.process.returncode
-
     def rows(self) -> int:
         """Return the number of rows in the log."""
         return num_rows(self.run_dir)
@@ -134,20 +215,6 @@ class Program:
     def newest(self) -> str:
         """Return the name of the newest checkpoint, good or not."""
         return max((p.name for p in self.checkpoints.glob("step-*")), default="")
-
-    def family(self) -> list[int]:
-        """Return the live processes it started, and theirs, wherever they are now.
-
-        They have inherited the mark in its environment, whoever their parent is.
-        """
-        found = []
-        for entry in os.scandir("/proc"):
-            with contextlib.suppress(OSError):  # It has ended meanwhile.
-                if entry.name.isdecimal() and self._mark.encode() in Path(
-                    entry.path, "environ"
-                ).read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
 
     def leftovers(self) -> list[str]:
         """Name what is there, but should not be once the program has ended.
@@ -214,6 +281,16 @@ def measure_start(module: str) -> float:
     with workplace() as folder, Program(module, folder, *SIZES[module], *FLAGS) as it:
         it.wait_for(lambda: it.rows() > 0)
     return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def train(trainer: str, *flags: str, **options: Any) -> Iterator[Program]:
+    """Yield a trainer that has learned something; its workers say their processes."""
+    env = ["--env", "tools.nemesis.environments:make_catch", "--log_interval_s", "1"]
+    flags = (*env, "--total_steps", ENDLESS, *flags)
+    with workplace() as folder, Program(trainer, folder, *flags, **options) as program:
+        program.wait_for(lambda: program.rows() > 2)
+        yield program
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 CHUNK = 1 << 16
 
@@ -20,7 +21,7 @@ class Proxies:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="proxies", daemon=True
         )
-        self._proxies = [_Proxy(target) for target in targets]
+        self._proxies = [Proxy(target) for target in targets]
         self.addresses: list[str] = []
 
     def __enter__(self) -> "Proxies":
@@ -38,29 +39,17 @@ class Proxies:
     def _call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def cut(self, i: int) -> None:
-        """Forward nothing from now on, and say so to nobody: sockets stay open."""
-        self._call(self._proxies[i].cut())
+    def call(self, i: int, method: Callable[..., None], *args: Any) -> None:
+        """Call a method of proxy `i` in the loop's thread; wait until it returns."""
 
-    def mend(self, i: int) -> None:
-        """Forward again, and all that was held up."""
-        self._call(self._proxies[i].mend())
+        async def run() -> None:
+            method(self._proxies[i], *args)
 
-    def flip(self, i: int) -> None:
-        """Flip a bit of what comes next, in whichever direction."""
-        self._call(self._proxies[i].flip())
-
-    def half_close(self, i: int, *, to_server: bool) -> None:
-        """Say to one end of each connection that the other sends no more."""
-        self._call(self._proxies[i].half_close(to_server))
-
-    def reset(self, i: int) -> None:
-        """Reset all connections, at both ends."""
-        self._call(self._proxies[i].reset())
+        self._call(run())
 
 
-class _Proxy:
-    """All in the loop's thread."""
+class Proxy:
+    """A proxy for one address. All methods are called in the loop's thread."""
 
     def __init__(self, target: str):
         self._target = target
@@ -78,26 +67,31 @@ class _Proxy:
 
     async def stop(self) -> None:
         self._server.close()
-        await self.reset()
+        self.reset()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def cut(self) -> None:
+    def cut(self) -> None:
+        """Stop forwarding. All sockets stay open."""
         self._whole.clear()
 
-    async def mend(self) -> None:
+    def mend(self) -> None:
+        """Forward again, first the bytes that were held up."""
         self._whole.set()
 
-    async def flip(self) -> None:
+    def flip(self) -> None:
+        """Flip one bit of the next bytes, in whichever direction they go."""
         self._flips += 1
 
-    async def half_close(self, to_server: bool) -> None:
+    def half_close(self, to_server: bool) -> None:
+        """Close one direction of each connection; the other stays open."""
         for writer in self._writers:
             if (writer in self._to_server) == to_server and not writer.is_closing():
                 writer.write_eof()
 
-    async def reset(self) -> None:
+    def reset(self) -> None:
+        """Reset all connections, at both ends."""
         for writer in self._writers:
             if writer.is_closing():
                 continue

@@ -20,8 +20,9 @@ import numpy as np
 import psutil
 
 from tools.nemesis import playground
+from tools.nemesis.programs import Program, train
 from tools.nemesis.result import Result
-from tools.nemesis.training import Training
+from tools.runs import curve
 
 SAMPLE_S = 5.0
 SETTLE_S = 30.0  # For a process that has started to have what it needs.
@@ -57,7 +58,7 @@ def measure(flags: argparse.Namespace) -> Result:
     kills, speeds = {}, {}
     with contextlib.ExitStack() as stack:
         trainings = [
-            stack.enter_context(Training(trainer, *argv, *CHECKPOINTS))
+            stack.enter_context(train(trainer, *argv, *CHECKPOINTS))
             for trainer, argv in TRAINERS.items()
         ]
         began = time.monotonic()
@@ -71,11 +72,11 @@ def measure(flags: argparse.Namespace) -> Result:
             for training in trainings:
                 training.check()
                 for name, sample in take_samples(training, now - began):
-                    samples[f"{training.trainer} {name}"].append(sample)
+                    samples[f"{training.module} {name}"].append(sample)
             time.sleep(SAMPLE_S)
         for training in trainings:
-            kills[training.trainer] = training.replaced
-            speeds[training.trainer] = last_to_first(training.rows())
+            kills[training.module] = training.replaced
+            speeds[training.module] = last_to_first(curve(training.run_dir))
     slopes = {name: slope(taken, length_s) for name, taken in samples.items()}
     found = Result(
         kills,
@@ -94,7 +95,7 @@ def measure(flags: argparse.Namespace) -> Result:
     return found
 
 
-def take_samples(training: Training, now_s: float) -> list[tuple[str, Sample]]:
+def take_samples(training: Program, now_s: float) -> list[tuple[str, Sample]]:
     samples = []
     for name, pid in training.processes().items():
         with contextlib.suppress(psutil.Error, OSError):  # It has just been killed.
