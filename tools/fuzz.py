@@ -38,12 +38,12 @@ MAX_TEXT = 20_000  # Characters of an error.
 
 
 class Broken(Exception):
-    """A reader did not keep its promise. The text says in what."""
+    """A reader did something that it must not do; the text says what."""
 
 
 # ---------------------------------------------------------------------------- targets
 #
-# Each is a class with `seeds`, good inputs, and `read`, which takes any.
+# Each is a class with `seeds`, which are valid inputs, and `read`, for any input.
 
 
 class Server:
@@ -96,7 +96,7 @@ class Welcome:
 
 
 class Dial:
-    """A learner's acceptor: what a stranger says before it has joined."""
+    """A learner's acceptor: the first bytes of a connection."""
 
     def __init__(self) -> None:
         class Transport(asyncio.Transport):
@@ -128,10 +128,10 @@ class Dial:
 
 
 class Checkpoint:
-    """A folder of checkpoints, two of them good. The last one becomes the input.
+    """A folder with two good checkpoints, of which the input replaces the newer one.
 
-    The first byte of an input says whether its sha256 is made to fit, as an attacker
-    would.
+    If the first byte of an input is odd, `read` corrects the input's sha256, as an
+    attacker would.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ def change(rng: random.Random, data: bytes, other: bytes) -> bytes:
                 new[at] ^= 1 << rng.randrange(8)
             case 1 if at < len(new):
                 new[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
-            case 2 if at < len(new):  # A length, off by little.
+            case 2 if at < len(new):  # A length becomes slightly wrong.
                 new[at] = (new[at] + rng.randrange(-4, 5)) % 256
             case 3:
                 del new[at:end]
@@ -230,7 +230,7 @@ def change(rng: random.Random, data: bytes, other: bytes) -> bytes:
                 new[at:] = other[begin:]
             case 6:
                 new[at:at] = rng.randbytes(rng.randrange(9))
-            case 7:  # Around a power of two, as a varint.
+            case 7:  # Insert a varint close to a power of two.
                 value = max(0, (1 << rng.randrange(64)) + rng.randrange(-1, 2))
                 while value > 127:
                     new.insert(at, value & 127 | 128)
@@ -240,7 +240,7 @@ def change(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def fuzz(target, flags: argparse.Namespace) -> int:
-    """Read changed seeds until it is enough; return how many."""
+    """Read changed seeds, for --seconds or --runs; return the number of inputs."""
     rng = random.Random(flags.seed)
     read = within_bounds(target.read)
     deadline = time.monotonic() + flags.seconds

@@ -53,11 +53,11 @@ AXES = {
 
 @dataclasses.dataclass
 class Run:
-    """A run's folder, read."""
+    """The contents of a run's folder."""
 
     folder: Path
     meta: dict[str, Any]
-    rows: list[dict[str, str]]  # Those of logs.csv that have what is to be drawn.
+    rows: list[dict[str, str]]  # Of logs.csv; only those that have the column --y.
 
     @property
     def env(self) -> str:
@@ -66,12 +66,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its folder's name, less the seed at the end."""
+        """The name of its folder, without the seed at the end."""
         return re.sub(rf"-{self.meta['flags']['seed']}$", "", self.folder.name)
 
     @property
     def variant(self) -> str:
-        """Its name, less the words of its environment."""
+        """Its name, without the words in the name of its environment."""
         name = self.name
         env = re.findall(r"[\w.=+]+", self.env.lower())
         words = [word for word in name.split("-") if word.lower() not in env]
@@ -94,7 +94,10 @@ class Run:
 
 
 def find_runs(folders: Iterable[Path], y: str = RETURN) -> list[Run]:
-    """Read all runs in some folders, themselves included, as far as they have `y`."""
+    """Return the runs in some folders; a folder may be a run itself.
+
+    Leaves out runs that have no values of `y` yet.
+    """
     found = []
     for folder in folders:
         logs = [folder / "logs.csv", *sorted(folder.glob("*/logs.csv"))]
@@ -132,8 +135,8 @@ def by_variant(
 ) -> dict[str, dict[str, list[Run]]]:
     """Return the seeds of each variant of each environment.
 
-    With `against` runs that differ in that flag only are of one variant; with
-    `together` all environments are one of that name.
+    With `against`, runs that differ only in that flag are one variant. With `together`,
+    all environments count as one environment of that name.
     """
     groups: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
@@ -148,11 +151,11 @@ def by_variant(
 def aggregate(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], points: int = POINTS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bring curves, each (x, y), to one x axis; return it and the quartiles of y.
+    """Interpolate curves, each (x, y), on one x axis; return it and quartiles of y.
 
     Returns:
-      x: [points], from where the last of them begins to where the first one ends.
-      quartiles: [3, points], the middle one is the median.
+      x: [points], the range in which all curves have values.
+      quartiles: [3, points]; the middle one is the median.
     """
     first = max(x[0] for x, _ in curves)
     x = np.linspace(first, max(first, min(x[-1] for x, _ in curves)), points)
@@ -178,7 +181,7 @@ def draw_curves(axes: plt.Axes, seeds: Sequence[Run], x_axis: str, y: str, **sty
 
 
 def draw_points(axes: plt.Axes, runs: Sequence[Run], flag: str, y: str, **style):
-    """Draw how some runs end against a flag: each of them, and a line of medians."""
+    """Draw the end of each run over the value of a flag, and a line of medians."""
     x = np.array([run.split(flag)[1] for run in runs])
     ends = np.array([run.last(y) for run in runs])
     values = np.unique(x)
@@ -203,7 +206,7 @@ def draw(
     size = (6.4, 3.6) if len(groups) == 1 else (4.2 * columns, 3.4 * lines)
     is_published = y == RETURN and not against
     references = {env: read_reference(env) if is_published else [] for env in groups}
-    # The longest legend below a panel; those of panels without references lie inside.
+    # Lines of the longest legend below a panel. Other legends are inside their panel.
     most = max(len(groups[env]) + len(x) if x else 0 for env, x in references.items())
     size = (size[0], size[1] + lines * most * LEGEND_LINE_INCHES)
     figure, grid = plt.subplots(
@@ -237,7 +240,7 @@ def draw(
         axes.set_xlabel(against or AXES[x_axis][2])
         axes.set_ylabel("return, last 100 full games" if y == RETURN else y)
         axes.grid(alpha=0.3)
-        if references[env]:  # Below the axes: too many lines to lie over the curves.
+        if references[env]:  # Below the axes: it would hide the curves.
             axes.legend(
                 fontsize="x-small",
                 loc="upper center",

@@ -37,7 +37,7 @@ COLUMNS = (
     "protocol",
     "source",
 )
-Row = dict[str, str]  # By column; what is missing is blank.
+Row = dict[str, str]  # By column. Missing cells are blank.
 
 
 def our_rows(results: Path) -> list[Row]:
@@ -84,7 +84,7 @@ def our_row(claim: Path, env: str, variant: str, seeds: Sequence[plot.Run]) -> R
 
 
 def hardware(run: plot.Run) -> str:
-    """Say what a run had; of one by tools.sweep also which part of the machine."""
+    """Describe a run's machine, or the part of it that tools.sweep gave the run."""
     cores = f"{run.meta['cpu_count']} CPU"
     try:
         place = json.loads((run.folder / "sweep.json").read_text())
@@ -138,7 +138,7 @@ def count(value: float | None) -> str:
 
 
 def table(results: Path) -> str:
-    """Return the table: by environment, ours first."""
+    """Return the table, sorted by environment, with our rows first."""
     ours = our_rows(results)
     rows = [COLUMNS, ["---"] * len(COLUMNS)]
     for env in sorted({row["environment"] for row in ours}):

@@ -72,9 +72,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TICK_S = 0.5  # What is shown and in summary.csv is at most this old.
-PLAIN_LINE_S = 60.0  # Between lines on progress where there is no terminal.
-TAIL_BYTES = 8192  # A row of logs.csv, or a last line, is shorter.
+TICK_S = 0.5  # Interval at which the screen and summary.csv are updated.
+PLAIN_LINE_S = 60.0  # Interval of progress lines if there is no terminal.
+TAIL_BYTES = 8192  # More than a row of logs.csv or a line of output has.
 
 
 class SweepError(Exception):
@@ -87,7 +87,7 @@ class SweepError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """One point of the grid, and how far it is."""
+    """A run: its point in the grid, and its progress."""
 
     name: str
     point: dict[str, Any]  # Its values in the grid.
@@ -103,7 +103,7 @@ class Run:
     process: subprocess.Popen = dataclasses.field(init=False, repr=False)
 
     def number(self, column: str) -> float | None:
-        """Return a number of its last row."""
+        """Return a number from the last row of its log; None if there is none."""
         return float(text) if (text := self.row.get(column)) else None
 
 
@@ -162,7 +162,7 @@ def read_sweep(path: Path) -> Sweep:
     for key, value in flags.items():
         if isinstance(value, dict) and key not in programs:
             raise SweepError(f"[flags.{key}]: no run has the program {key!r}")
-    # The seed ends a run's name: plots go by that.
+    # The seed comes last in the name: tools.plot expects it there.
     keys = sorted(grid, key="seed".__eq__)
     savedir = Path(get("savedir", str)).expanduser()
     runs = []
@@ -181,7 +181,7 @@ def read_sweep(path: Path) -> Sweep:
         ]
         name = run_name(point)
         steps = None
-        with contextlib.suppress(argparse.ArgumentTypeError):  # The program will say.
+        with contextlib.suppress(argparse.ArgumentTypeError):  # The program reports it.
             steps = flag_types.int_at_least(1)(str(own.get("total_steps")))
         runs.append(Run(name, point, program, words, savedir / name, steps))
     names = [run.name for run in runs]
@@ -289,10 +289,10 @@ def start(run: Run, cores: list[int], gpus: list[str]) -> None:
 
 
 def in_child(cores: list[int]) -> Callable[[], None] | None:
-    """Return what a child does before it becomes a trainer (Linux).
+    """Return what a child process calls before it becomes a trainer (Linux only).
 
-    It goes to its cores, and the kernel will send it SIGTERM when the thread that
-    started it ends: that is the sweep's only one, so also after kill -9.
+    It keeps the child on its cores. It also makes the kernel send SIGTERM to the child
+    when the sweep's only thread ends, even after kill -9.
     """
     if sys.platform != "linux":
         return None
@@ -300,16 +300,16 @@ def in_child(cores: list[int]) -> Callable[[], None] | None:
 
     def prepare() -> None:
         with contextlib.suppress(OSError):  # The container may have lost the cores.
-            os.sched_setaffinity(0, cores)  # What the trainer starts inherits it.
+            os.sched_setaffinity(0, cores)  # Processes of the trainer inherit it.
         send_at_parents_end(signal.SIGTERM)
-        if os.getppid() != parent:  # It has ended meanwhile.
+        if os.getppid() != parent:  # The sweep has just ended.
             os._exit(Exit.STOPPED)
 
     return prepare
 
 
 def note_end(run: Run, status: int) -> None:
-    """Take down how a run's process ended."""
+    """Record how a run's process ended."""
     killed_before_it_could_listen = (
         run.state == "stopping" and status == -signal.SIGTERM
     )
@@ -369,7 +369,7 @@ def lock_savedir(savedir: Path, path: Path) -> TextIO:
 
 
 def user_of(run: Run) -> str:
-    """Return which process trains in the run's folder, "" if none does."""
+    """Return the name of the process that trains in the run's folder, or ""."""
     try:
         with open(run.folder / ".lock", "r+") as file:  # Closing it unlocks it.
             return try_lock(file)
@@ -379,8 +379,8 @@ def user_of(run: Run) -> str:
 
 def last_row(path: Path) -> dict[str, str]:
     """Return the last whole row of a logs.csv, {} before the first."""
-    lines = tail(path).split("\n")[:-1]  # What follows the last \n is half a row.
-    # Neither the header nor what a machine without power has left.
+    lines = tail(path).split("\n")[:-1]  # After the last \n there may be half a row.
+    # Without the header, and without zero bytes after a power failure.
     lines = [line for line in lines if line.partition(",")[0].isdecimal()]
     if not lines:
         return {}
@@ -399,7 +399,7 @@ def tail(path: Path) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write all of a file or nothing. That a disk is full is no reason to end runs."""
+    """Replace a whole file. If the disk is full, warn: the runs go on."""
     try:
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(text)
@@ -443,7 +443,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def cells(run: Run) -> list[str]:
-    """Return what the table and the progress lines say of a run."""
+    """Return the cells of a run in the table, for the progress lines too."""
 
     def text(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -464,9 +464,9 @@ def cells(run: Run) -> list[str]:
 
 
 class View:
-    """Shows the runs: a live table in a terminal, else a line when something happens.
+    """Shows the runs: a live table in a terminal, else a line for each change.
 
-    It starts no thread: the runs' lives hang on the one that starts them.
+    Starts no thread: the runs end when the thread that started them ends.
     """
 
     COLUMNS = ("run", "state", "step", "steps/s", "return(100)", "ETA")
@@ -474,7 +474,7 @@ class View:
 
     def __init__(self, runs: Sequence[Run]):
         self._runs = runs
-        self._states = {run.name: "queued" for run in runs}  # As shown last.
+        self._states = {run.name: "queued" for run in runs}  # The states shown last.
         self._lines_at = time.monotonic()
         self._console = Console()
         self._in_terminal = is_terminal(self._console)
@@ -514,7 +514,7 @@ class View:
         table = Table(*self.COLUMNS)
         for column in table.columns[2:]:
             column.justify = "right"
-        # Those that matter first: what is too long for the screen is cut off.
+        # The most important runs first, because rich cuts a table that is too long.
         order = {state: i for i, state in enumerate(self.ORDER)}
         for run in sorted(self._runs, key=lambda run: order.get(run.state, len(order))):
             table.add_row(*cells(run))
@@ -525,7 +525,7 @@ class View:
 
 
 def run_all(sweep: Sweep) -> bool:
-    """Run what is not finished yet; return whether a signal stopped that."""
+    """Do all runs that are not finished; return whether a signal stopped the sweep."""
     free_cores = usable_cores()
     free_gpus = visible_gpus() if sweep.gpus else []
     for what, wanted, have in (
@@ -553,7 +553,7 @@ def run_all(sweep: Sweep) -> bool:
                     if len(free_cores) < sweep.cores or len(free_gpus) < sweep.gpus:
                         break
                     try:
-                        # Such as one that stops because its sweep was killed just now.
+                        # Perhaps a run that still stops, since its sweep was killed.
                         if user := user_of(run):
                             run.state, run.error = "in use", f"by {user}"
                             continue
@@ -567,12 +567,12 @@ def run_all(sweep: Sweep) -> bool:
                     running.append(run)
                 view.show()
                 write_whole(sweep.savedir / "summary.csv", summarize(sweep.runs))
-                if running:  # A tick, or less if this one ends.
+                if running:  # Wait for a tick, or until this run ends.
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         running[0].process.wait(TICK_S)
                 elif queue:
-                    time.sleep(TICK_S)  # All that is left is in use.
-        finally:  # Nothing runs any more, unless something went wrong here.
+                    time.sleep(TICK_S)  # The folders of all other runs are in use.
+        finally:  # After an error above, runs may still be running.
             tell_to_stop(running)
             for run in running:
                 note_end(run, run.process.wait())
@@ -581,7 +581,7 @@ def run_all(sweep: Sweep) -> bool:
 
 
 def tell_to_stop(runs: Sequence[Run]) -> None:
-    """Make runs write a checkpoint and end; once, for a second signal means at once."""
+    """Make runs write a checkpoint and end. A second signal would end them at once."""
     for run in runs:
         if run.state == "running":
             run.state = "stopping"
@@ -589,21 +589,21 @@ def tell_to_stop(runs: Sequence[Run]) -> None:
 
 
 def usable_cores() -> list[int]:
-    """Return the cores this process may use, container limits heeded."""
+    """Return the cores that this process and its container may use."""
     if not hasattr(os, "sched_getaffinity"):
         return list(range(num_cores()))
     return sorted(os.sched_getaffinity(0))[: num_cores()]
 
 
 def visible_gpus() -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES may name here."""
+    """Return the names of the GPUs, as CUDA_VISIBLE_DEVICES takes them."""
     code = "import torch; print(torch.cuda.device_count())"
     count = int(subprocess.check_output([sys.executable, "-c", code]))
     listed = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     return listed.split(",")[:count]
 
 
-@terminal.never_waiting()  # A terminal or `tee` that is gone ends no run.
+@terminal.never_waiting()  # A terminal or `tee` that has gone must not end runs.
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.sweep",

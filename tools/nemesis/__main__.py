@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tools.nemesis import result
 
-# Each is a module of this package. The flags make the short form, for CI; without them
-# there is none, because in minutes the figure says nothing.
+# Each is a module of this package. Its flags make the short form, for CI. None: there
+# is no short form, because the figure needs hours.
 FIGURES: dict[str, list[str] | None] = {
     "kills": ["--count", "100"],
     "price": None,
@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     forms = FIGURES if flags.short else dict.fromkeys(FIGURES, [])
     if flags.figure is not None:
         words = sys.argv[1:] if argv is None else list(argv)
-        # The last one is the figure: --out may have a value of the same name.
+        # The last word of this name is the figure: --out may have the same value.
         own = words[len(words) - words[::-1].index(flags.figure) :]
         forms = {flags.figure: [*(forms[flags.figure] or []), *own]}
     same = ["--short"] if flags.short else []
     same += [] if flags.out is None else ["--out", str(flags.out)]
-    # A list, not a generator: every figure is measured, whatever the others say.
+    # A list, not a generator: all figures are measured, even after a failure.
     passed = [
         measure(parser.parse_args([*same, name, *words]), [name, *words])
         for name, words in forms.items()
@@ -88,9 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(flags: argparse.Namespace, words: Sequence[str]) -> bool:
-    """Measure one figure, print its line, and say whether its goals hold.
+    """Measure one figure, print its line, and return whether its goals hold.
 
-    The short form is run beside other things, so that being late is no failure in it.
+    In the short form a missed time limit is no failure: other programs may run.
     """
     module = importlib.import_module(f"tools.nemesis.{flags.figure}")
     command = shlex.join(["python", "-m", "tools.nemesis", *words])
@@ -98,7 +98,7 @@ def measure(flags: argparse.Namespace, words: Sequence[str]) -> bool:
     began = time.monotonic()
     try:
         found = module.measure(flags)
-    except Exception as error:  # What never came back, for instance.
+    except Exception as error:  # For instance, a server never came back.
         traceback.print_exc()
         found = result.Result({}, {}, {}, [f"{type(error).__name__}: {error}"])
     line = result.to_json(

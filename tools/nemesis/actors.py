@@ -102,7 +102,7 @@ def replaced(owner: Any, name: str, ours: Any):
 
 
 class WatchedActors(monobeast.Actors):
-    """Actors that remember which buffers learner threads have."""
+    """Actors that record which buffers the learner threads hold."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -121,19 +121,19 @@ class WatchedActors(monobeast.Actors):
         super().give_back(indices)
 
     def owned(self) -> list[int]:
-        """Return the buffers that anybody has, or that are free."""
+        """Return all buffers: held, taken, full or free."""
         held = [index for slot in self.slots for index in slot.held]
         return [*held, *self._free, *self._full, *self._taken]
 
 
 class Examiner:
-    """Looks at each batch before it is learned, in the learners' threads."""
+    """Checks each batch before it is learned. Called by the learner threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.learned = 0  # Rollouts, of E environments each.
         self.wrong: list[str] = []
-        self._seen: set[Any] = set()  # Where rollouts began.
+        self._seen: set[Any] = set()  # The first rows of all rollouts.
 
     def examine(self, batch: Any) -> None:
         with self._lock:
@@ -157,7 +157,7 @@ class Killer:
 
     def __init__(self, count: int, rng: random.Random):
         self.kills = 0
-        self.noticed_s: list[float] = []  # Until the run knew of it.
+        self.noticed_s: list[float] = []  # Time until the run noticed each kill.
         self._count = count
         self._rng = rng
         self._actors: WatchedActors | None = None
@@ -169,7 +169,7 @@ class Killer:
             self._thread = start_thread("killer", self._run)
 
     def end(self) -> WatchedActors:
-        """To be called when the run has ended; raises what the thread died of."""
+        """Wait for the thread, after the end of the run; raise its exception."""
         self._has_ended.set()
         assert self._actors is not None, "the run did not begin"
         self._thread.result(timeout=60)
@@ -182,7 +182,7 @@ class Killer:
                 self._kill_one()
         finally:
             if not self._has_ended.is_set():
-                os.kill(os.getpid(), signal.SIGTERM)  # The run's main loop hears it.
+                os.kill(os.getpid(), signal.SIGTERM)  # The run's main loop handles it.
 
     def _kill_one(self) -> None:
         assert self._actors is not None

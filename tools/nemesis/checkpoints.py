@@ -88,7 +88,7 @@ def measure(flags: argparse.Namespace) -> Result:
 
 
 def contents(number: int, size: int = SIZE) -> dict[str, Any]:
-    """Return the arguments of save `number`; all of it differs from those of others."""
+    """Return the arguments of save `number`; no other save has the same values."""
     return {
         "step": number // 2,
         "tensors": {
@@ -100,7 +100,7 @@ def contents(number: int, size: int = SIZE) -> dict[str, Any]:
 
 
 def is_whole(found: checkpoint.Checkpoint) -> bool:
-    """Say whether all of it is of one save."""
+    """Return whether all parts of a checkpoint are of one save."""
     tensors = [t for group in found.tensors.values() for t in group.values()]
     return len(tensors) == 2 and all(
         bool((tensor == found.state["number"]).all()) for tensor in tensors
@@ -155,7 +155,7 @@ def kill_in_saves(
         seen["kills"] += 1
         seen["in_a_save"] += events[-1] == b"begin"
         number += events.count(b"end")
-        # What was begun may be complete, though nobody was told.
+        # The save that had begun may be complete, too.
         complete = (number, number + 1)
         try:
             found = checkpoint.load(directory)
@@ -180,7 +180,7 @@ def kill_in_saves(
 def mutate(
     rng: random.Random, directory: Path, newest: str, other: str
 ) -> tuple[str, int]:
-    """Damage the newest checkpoint, or it and the next; return (what, how many)."""
+    """Damage the newest checkpoint, or two; return what was done, and to how many."""
     path, theirs = directory / newest, directory / other
     data = bytearray(path.read_bytes())
     at = rng.randrange(len(data))
@@ -207,7 +207,7 @@ def mutate(
 
 
 def mutate_many(folder: Path, count: int, rng: random.Random) -> Counter[str]:
-    """Mutate the newest of three checkpoints `count` times, each time afresh."""
+    """Mutate the newest of three checkpoints, `count` times, each time a new copy."""
     originals, directory = folder / "originals", folder / "checkpoints"
     for number in (2, 4, 6):  # Steps 1, 2 and 3.
         checkpoint.save(originals, **contents(number, size=1000))
@@ -229,7 +229,7 @@ def mutate_many(folder: Path, count: int, rng: random.Random) -> Counter[str]:
 
 
 def fill_disks(folder: Path, count: int, rng: random.Random) -> Counter[str]:
-    """Let MonoBeast's disk be full `count` times; its files then hold so much only."""
+    """Limit the size of MonoBeast's files `count` times, as a full disk does."""
     seen: Counter[str] = Counter()
     flags = [*FLAGS, *SIZES["monobeast"], "--log_interval_s", "5"]
     with Program("monobeast", folder, *flags) as program:

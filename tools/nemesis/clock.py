@@ -25,7 +25,7 @@ from tools.runs import curve
 
 DAY_S = 86400
 LOG_S, SAVE_S = 1.0, 2.0  # Intervals, of log lines and of checkpoints.
-LATE_S = 3.0  # So much longer may one take.
+LATE_S = 3.0  # An interval may be longer by this.
 SIZES = {
     "polybeast": ["--num_servers", "2"],
     "monobeast": ["--num_actors", "2", "--envs_per_actor", "8"],
@@ -84,7 +84,7 @@ def measure(flags: argparse.Namespace) -> Result:
 
 
 class WallClock:
-    """A wall clock for some processes, as far from the real one as one likes."""
+    """A wall clock that only some processes see, at any distance from the real one."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -109,13 +109,13 @@ class WallClock:
         self._stack.close()
 
     def set_shift(self, seconds: int) -> None:
-        """Let the clock be ahead by so many seconds, from one moment to the next."""
+        """Set the clock ahead of the real one by so many seconds."""
         with self._shift.open("r+b", buffering=0) as file:
             file.write(seconds.to_bytes(8, "little", signed=True))
 
 
 class Saves:
-    """When (`time.monotonic`) each checkpoint in a folder was first seen."""
+    """The times (`time.monotonic`) at which checkpoints in a folder were first seen."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -123,7 +123,7 @@ class Saves:
         self.times: list[float] = []
 
     def look(self) -> int:
-        """Return how many there have been so far."""
+        """Look for new checkpoints; return the number of all so far."""
         names = {path.name for path in self._folder.glob("step-*")}
         self.times += [time.monotonic()] * len(names - self._names)
         self._names |= names
@@ -131,7 +131,7 @@ class Saves:
 
 
 def let_time_pass(run: Program, saved: Saves) -> None:
-    """Wait for some checkpoints and rows more, and for a line that has the date."""
+    """Wait for more checkpoints and rows, and for a log line, which has the date."""
     lines, rows, saves = len(run.lines), run.rows(), saved.look()
     run.wait_for(
         lambda: (
@@ -143,7 +143,7 @@ def let_time_pass(run: Program, saved: Saves) -> None:
 
 
 def real(run: Program) -> Iterator[str]:
-    """Name the processes of a run that do not see its wall clock."""
+    """Yield the names of a run's processes that do not see its wall clock."""
     for name, pid in run.processes().items():
         if "wall_clock.so" not in Path(f"/proc/{pid}/maps").read_text():
             yield name

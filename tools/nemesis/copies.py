@@ -13,7 +13,7 @@ from tools.nemesis.playground import serve
 from tools.nemesis.programs import FLAGS, Program, workplace
 from tools.nemesis.result import Result
 
-REFUSED = "these have them"  # What a server says of its places to one learner too many.
+REFUSED = "these have them"  # A server without a free place says this.
 NUM_ENVS = "4"  # Of the run's batch, and of a stream.
 
 

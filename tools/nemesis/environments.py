@@ -17,11 +17,11 @@ from core.environments import toys
 from tests.counting_env import CountingEnv
 from tools.nemesis import FOLDER
 
-STEP_S = 0.002  # As of a small game; or two cores would do nothing but count.
+STEP_S = 0.002  # As of a small game. Without it, counting would keep all cores busy.
 
 
 class PacedEnv(CountingEnv):
-    """Counts, and takes its time. Says which server it is in on standard output."""
+    """Counts slowly. Prints the name of its server and the id of its process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PacedEnv(CountingEnv):
 
 
 class HangingEnv(PacedEnv):
-    """Hangs when its `order_file` says so; says when on standard output."""
+    """Hangs when its `order_file` is there, and prints the time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def introduce(pid: int) -> None:
 
 
 def say(text: str) -> None:
-    # All at once, or other servers' lines may come between.
+    # In one write, so that lines of several servers do not mix.
     os.write(1, f"{name()} {text}\n".encode())
 
 
@@ -65,7 +65,7 @@ def hang_in_python() -> None:
 
 
 def hang_in_c() -> None:
-    """Keep the GIL, as C code may; unlike sleep(), no signal ends this."""
+    """Wait in C code that holds the GIL. No signal ends this, unlike sleep()."""
     reader, _ = os.pipe()
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
 
@@ -74,7 +74,7 @@ HANGS = {"python": hang_in_python, "c": hang_in_c}
 
 
 def name() -> str:
-    """Return what the program calls this process of its: server-3, actor-0."""
+    """Return the name of this process in its program: server-3, actor-0."""
     return multiprocessing.current_process().name
 
 
@@ -83,7 +83,7 @@ def order_file(folder: Path, server: str, kind: str) -> Path:
 
 
 class Catch(toys.Catch):
-    """The toy, which says too which process it is in."""
+    """The toy task. Prints the name of its server or actor, and the process id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Catch(toys.Catch):
 
 
 class GreedyCatch(Catch):
-    """Takes memory without end when its order says so."""
+    """Takes memory without end when its `order_file` is there."""
 
     def step(self, action: int) -> Any:
         order = order_file(Path(os.environ[FOLDER]), name(), "memory")

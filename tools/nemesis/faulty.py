@@ -19,11 +19,11 @@ P_CRASH, P_STALL = 0.001, 0.0002  # Per step of each environment.
 
 
 class Faulty(gym.Wrapper):
-    """Now and then ends its process without a word, or stalls until it is killed."""
+    """Ends its process at random steps, or stalls until the process is killed."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        # Of its own: the seed's games are the same with and without faults.
+        # Its own generator: games are the same with and without faults.
         self._random = random.Random(os.urandom(8))
 
     def step(self, action):
@@ -38,7 +38,7 @@ class Faulty(gym.Wrapper):
 
 
 def count(kind: str) -> None:
-    """Add one to what the folder FAULTS has injected, if it is set."""
+    """Count a fault in a file in the folder FAULTS, if the variable is set."""
     if folder := os.environ.get("FAULTS"):
         with open(os.path.join(folder, kind), "ab") as file:
             file.write(b".")
@@ -49,7 +49,7 @@ def make_catch() -> gym.Env:
 
 
 def make_breakout() -> gym.Env:
-    # minatar imports them to draw: a second of CPU time for each new process.
+    # minatar imports them only to draw, which takes each process a second.
     sys.modules.update(dict.fromkeys(["matplotlib", "seaborn"]))
     return Faulty(make("MinAtar/Breakout-v1"))
 

@@ -20,7 +20,7 @@ from tools.nemesis import playground
 from tools.nemesis.environments import HANGS, order_file
 from tools.nemesis.result import Result, quantile, spread
 
-LIMIT_S = 1.0  # For a step; --env_step_timeout_s takes no less.
+LIMIT_S = 1.0  # For a step: the smallest --env_step_timeout_s.
 FOUND_P99_S = 1.5
 GAP_S = 0.5  # Between two hangs, so that no two servers write their stacks at once.
 
@@ -75,9 +75,9 @@ def measure(flags: argparse.Namespace) -> Result:
 def read(
     lines: Iterable[tuple[float, str]],
 ) -> tuple[Counter[str], list[float], Counter[str]]:
-    """Return hangs by kind, after how long each was found, and stacks by kind."""
+    """Return the hangs by kind, the time until each was found, and stacks by kind."""
     hung, stacks = Counter[str](), Counter[str]()
-    began: dict[str, float] = {}  # The hangs that are not found yet, by server.
+    began: dict[str, float] = {}  # Hangs not found yet, by server.
     found_s = []
     for t, line in lines:
         if match := re.search(r"server-(\d+) hangs in (\w+) at ([\d.]+)", line):

@@ -27,7 +27,7 @@ from tools.nemesis.result import REPOSITORY, Result
 TURN_S = 60.0
 NUM_EVIL = 50  # Streams to a server that sends damaged rows.
 FUZZERS = REPOSITORY / "csrc" / "tests"
-# Each target, and the words that start it with a limit of seconds and a seed.
+# For each target, the command that runs it, given the limit in seconds and the seed.
 TARGETS: dict[str, Callable[[float, int], list[str]]] = {
     **{
         name: lambda seconds, seed, name=name: [
@@ -101,7 +101,7 @@ def measure(flags: argparse.Namespace) -> Result:
 
 
 def play_corpus() -> tuple[Counter[str], list[str], int]:
-    """Return how many cases of each kind were played, what went wrong, and deaths."""
+    """Return the number of cases of each kind, the errors, and the deaths."""
     played: Counter[str] = Counter()
     wrong = []
     with tempfile.TemporaryDirectory(prefix="tb") as folder:
@@ -135,7 +135,7 @@ def play_corpus() -> tuple[Counter[str], list[str], int]:
 
 
 def storm_learner(count: int) -> tuple[int, list[str]]:
-    """Send a learner so many damaged rows; return how many, and what went wrong."""
+    """Send a learner `count` damaged rows; return how many were sent, and errors."""
     rng = random.Random(0)
     sent, wrong = 0, []
     with tempfile.TemporaryDirectory(prefix="tb") as folder:
@@ -191,7 +191,7 @@ def damage(rng: random.Random, message: bytes) -> bytes:
 
 
 def fuzz(name: str, command: list[str]) -> tuple[int, dict[str, int], list[str]]:
-    """Return executions, edges covered (if known), and what was found, if anything."""
+    """Return the executions, the edges covered (if known), and the reports."""
     if command[-1].endswith(".corpus"):
         subprocess.run(["mkdir", "-p", command[-1]], check=True)
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True)

@@ -30,7 +30,7 @@ from tools.runs import log_rows
 GOAL = 1.3
 KILL_EVERY_S = 10.0
 LIMIT_S = 1800.0  # For one run.
-# A fault costs what its process has: many servers of few environments.
+# Many servers of few environments: a fault costs all environments of its process.
 FLAGS = ["--num_servers", "8", "--streams_per_server", "1", "--envs_per_stream", "2"]
 FLAGS += ["--learning_rate", "0.001", "--log_interval_s", "0.2", "--disable_checkpoint"]
 FLAGS += ["--env_step_timeout_s", "1"]
@@ -88,7 +88,7 @@ def measure(flags: argparse.Namespace) -> Result:
                 for kind, p in (("crashes", P_CRASH), ("stalls", P_STALL)):
                     happened = [path.stat().st_size for path in folder.glob(kind)]
                     faults[kind] += sum(happened)
-                    # The lots are drawn at random; half as many would be suspicious.
+                    # Faults are random, but half of the expected number is too few.
                     asked[kind] += int(p * (faulty[-1] or 0) / 2)
                 asked["kills"] += int(seconds // KILL_EVERY_S) - 1  # While it starts.
         steps[name] = {"plain": plain, "faulty": faulty}
@@ -116,8 +116,8 @@ def learn(
     """Train until the threshold; return how many steps that took, None if it failed.
 
     Args:
-      faults: without faults None; else the folder where environments count them.
-      happened: gets the kills.
+      faults: the folder in which environments count their faults; None: no faults.
+      happened: this function adds the kills.
     """
     env = task.environment if faults is None else task.faulty
     if faults is not None:

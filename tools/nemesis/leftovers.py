@@ -88,7 +88,7 @@ def start(module: str, folder: Path, way: str) -> Program:
 def watch(
     program: Program, shm: set[str], *, killed: bool = False
 ) -> tuple[float, list[str]]:
-    """Wait until nothing is left; return how long, and what is.
+    """Wait until nothing is left; return the time, and what is left after LIMIT_S.
 
     Args:
       shm: what was in /dev/shm before.

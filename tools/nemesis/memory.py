@@ -68,7 +68,7 @@ class MemoryCgroup:
         self.prefix = ["sh", "-c", f'echo $$ >{path}/cgroup.procs; exec "$@"', "sh"]
 
     def set_room(self, nbytes: int) -> None:
-        """Let its processes take so much more than they have."""
+        """Allow its processes `nbytes` more memory than they have now."""
         self._limit.write_text(str(int(self._usage.read_text()) + nbytes))
 
     def kills(self) -> int:

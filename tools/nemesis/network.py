@@ -36,10 +36,10 @@ from tools.nemesis.proxy import Proxies, Proxy
 from tools.nemesis.result import Result, spread
 
 KEEPALIVE_S = 1.0
-LONGEST_S = 6.0  # After it was noticed: attempts to connect fail, too.
+LONGEST_S = 6.0  # So that attempts to connect fail, too.
 KINDS = ("blackholes", "freezes", "resets", "flips", "half_closes")
 NOTICED_S, BACK_S = 3.0, 1.5  # At most.
-PLAINTEXT_STEPS = 400  # Of a server between two flips: failures are not in a row.
+PLAINTEXT_STEPS = 400  # Of a server between two flips: no failures in a row.
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +124,7 @@ def measure(flags: argparse.Namespace) -> Result:
 
 
 def flip_plaintext(flags: argparse.Namespace, rng: random.Random) -> dict[str, int]:
-    """Flip bits of what servers and learner say without TLS; count what comes of it."""
+    """Flip bits of the traffic without TLS; count the effects."""
     argv = ["--server_address", "127.0.0.1:0", "--keepalive_s", str(KEEPALIVE_S)]
     flips = 0
     with (
@@ -134,7 +134,7 @@ def flip_plaintext(flags: argparse.Namespace, rng: random.Random) -> dict[str, i
             servers, proxies.addresses, seed=flags.seed, keepalive_s=KEEPALIVE_S
         ) as learner,
     ):
-        steps = [0] * flags.num_servers  # When its last flip was.
+        steps = [0] * flags.num_servers  # Of each server at its last flip.
         while flips < flags.plaintext_flips:
             i = rng.randrange(flags.num_servers)
             state = learner.stats()["addresses"][proxies.addresses[i]]
@@ -154,7 +154,7 @@ def flip_plaintext(flags: argparse.Namespace, rng: random.Random) -> dict[str, i
 
 @contextlib.contextmanager
 def certificates() -> Iterator[str]:
-    """Yield a folder; without TLS only TCP's checksum tells that a bit has flipped."""
+    """Yield a folder of certificates."""
     with tempfile.TemporaryDirectory(prefix="nemesis-") as certs:
         with contextlib.redirect_stdout(sys.stderr):
             make_certs(["--hosts", "127.0.0.1", "--out", certs])

@@ -36,11 +36,11 @@ from tools.nemesis.result import Result
 T, K = 20, 2  # Steps of a rollout, environments of a stream.
 LANES = 4  # Rollouts of a learner batch.
 POLL_S = 0.005
-PAUSE_S = 2.0  # At most, until a server that is back is broken again.
+PAUSE_S = 2.0  # Longest pause between the return of a server and its next fault.
 SERVING = r"Serving \S+ at (\S+): "
 QUIET_S, QUIET_SAMPLES = 5.0, 10
 UNPROVOKED = "unprovoked"
-GIVE_UP_S = 60.0  # For a fault to be noticed, or a server to be back: it never will.
+GIVE_UP_S = 60.0  # Limit for a fault to be noticed, and for a server to be back.
 
 
 # --------------------------------------------------------------------------- the check
@@ -48,12 +48,13 @@ GIVE_UP_S = 60.0  # For a fault to be noticed, or a server to be back: it never 
 
 @dataclasses.dataclass
 class Life:
-    """A stream from its connection to its end: what was learned of it."""
+    """The rollouts of a stream, from its connection to its end, that were learned."""
 
-    last: int = -1  # The largest number of its rollouts, which begin at 0.
-    late: set[int] = dataclasses.field(default_factory=set)  # Below `last`, unseen.
-    # Where one rollout ends and the next begins, and one of the two has come: the
-    # number of the second, and the row that they share.
+    last: int = -1  # The largest number of a rollout so far; the first one is 0.
+    # Numbers below `last` that have not come yet.
+    late: set[int] = dataclasses.field(default_factory=set)
+    # By number of a rollout: the row that it shares with the rollout before it, while
+    # only one of the two has come.
     edges: dict[int, bytes] = dataclasses.field(default_factory=dict)
 
 
@@ -111,7 +112,7 @@ class Ledger:
         return len(self._lives)
 
     def gaps(self) -> set[tuple[tuple[int, ...], int]]:
-        """Return rollouts that have not come though later ones of their life have."""
+        """Return the rollouts that are missing before later rollouts of their life."""
         return {
             (seeds, number)
             for seeds, life in list(self._lives.items())
@@ -120,14 +121,14 @@ class Ledger:
 
 
 def locate(rollout: Nest) -> tuple[tuple[int, ...], int]:
-    """Return the name of a rollout's life, and which of its rollouts it is.
+    """Return the name of a rollout's life, and the rollout's number in this life.
 
     Raises:
       AssertionError: its columns belong to different rollouts.
     """
     first = [counting_env.decode(o) for o in rollout["observation"][0]]
     last = [counting_env.decode(o) for o in rollout["observation"][-1]]
-    seeds = tuple(place.seed for place in first)  # New ones in every life.
+    seeds = tuple(place.seed for place in first)  # Each life has new seeds.
     rows = [row_number(place) for place in first]
     assert rows == [rows[0]] * K and rows[0] % T == 0, f"begins at rows {rows}"
     assert seeds == tuple(place.seed for place in last), f"{first} became {last}"
@@ -170,7 +171,7 @@ def serve(num_servers: int, *argv: str, env: str = "make") -> Iterator[Servers]:
 
 
 class Learner:
-    """Plays on servers with random actions and checks what comes. A context manager."""
+    """Plays on servers with random actions; checks all rollouts. A context manager."""
 
     def __init__(self, addresses: Sequence[str], *, seed: int = 0, **pool: Any):
         self.addresses = addresses  # One stream each.
@@ -204,7 +205,7 @@ class Learner:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stop; what waits in the queue is still learned."""
+        """Stop, after all rollouts in the queue were learned."""
         self._actors.stop()
         self._batcher.close()
         deadline = time.monotonic() + GIVE_UP_S
@@ -231,7 +232,7 @@ class Learner:
         return self._actors.take_events()
 
     def stats(self) -> dict[str, Any]:
-        """Return the actor pool's, which must add up.
+        """Return the counts of the actor pool, which must add up.
 
         Raises:
           AssertionError: they do not.
@@ -246,7 +247,7 @@ class Learner:
 
 
 def resources(pid: int) -> dict[str, float]:
-    """Return what a process holds. Memory: not the files that it maps."""
+    """Return the descriptors, threads and memory of a process."""
     process = psutil.Process(pid)
     return {
         "fds": process.num_fds(),
@@ -256,9 +257,9 @@ def resources(pid: int) -> dict[str, float]:
 
 
 def least_resources(pids: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """Return the least that each process holds within QUIET_S.
+    """Return the smallest numbers of each process within QUIET_S.
 
-    Threads and sockets of gRPC linger a while; what leaks does not go away.
+    Threads and sockets of gRPC end after a while. Leaks stay.
     """
     samples = []
     for _ in range(QUIET_SAMPLES):
@@ -273,8 +274,8 @@ def least_resources(pids: Mapping[str, int]) -> dict[str, dict[str, float]]:
 def memory_mb(pid: int) -> float:
     """Return the anonymous memory of a process, in RAM or swapped.
 
-    Pages count in full, be they shared with a parent or not: a fork, or a sibling's
-    end, changes nothing. Files that are mapped come and go as the kernel likes.
+    Shared pages count in full, so that a fork or the end of a sibling changes nothing.
+    Mapped files do not count, since the kernel drops them at any time.
     """
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     found = dict(re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE))
@@ -283,7 +284,7 @@ def memory_mb(pid: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """What had become of all that was received when the last fault was over."""
+    """The state after the last fault, when all that was received is accounted for."""
 
     missing: set[Any]  # Rollouts.
     discarded: int  # Steps.
@@ -301,8 +302,8 @@ class Fault:
     began: float
     ended: float | None = None
     noticed: float | None = None  # The learner knows that the stream is gone.
-    connected: bool = False  # Since.
-    back: float | None = None  # The next life's first step has come.
+    connected: bool = False  # Again, since then.
+    back: float | None = None  # The first step of the next life has come.
 
     def noticed_s(self) -> float:
         assert self.noticed is not None
@@ -314,7 +315,7 @@ class Fault:
 
 
 class Storm:
-    """Breaks servers, each again when it is well, until enough faults were injected.
+    """Breaks servers, each again after it has recovered, until all faults are done.
 
     Args:
       begin: breaks `fault.server`; sets `fault.ended` if that needs no mending.
@@ -338,11 +339,11 @@ class Storm:
         self._begin, self._end = begin, end
         self._gap_s, self._longest_s, self._rng = gap_s, longest_s, rng
         self.faults: list[Fault] = []
-        self.unprovoked: list[Fault] = []  # Streams that were lost for no reason.
+        self.unprovoked: list[Fault] = []  # Streams lost without a fault of ours.
         num = len(servers.addresses)
         self._broken: dict[int, Fault] = {}
-        self._steps = [0] * num  # When the present life began, or the last one ended.
-        self._not_before = [0.0] * num  # The next change by us, at a random time.
+        self._steps = [0] * num  # At the start of the present life of each server.
+        self._not_before = [0.0] * num  # Earliest time of the next change by us.
         self._next = 0.0
 
     def rage(self, kinds: Iterable[str]) -> None:
@@ -366,7 +367,7 @@ class Storm:
                     self._break(i, steps)
 
     def _listen(self) -> None:
-        """Note which streams have gone, and which are there again."""
+        """Record which streams were lost, and which are connected again."""
         for event in self._learner.take_events():
             match = re.match(r".* \(stream (\d+)", event)
             assert match is not None, event
@@ -385,7 +386,7 @@ class Storm:
                 self._not_before[server] = fault.noticed + lasts_s
 
     def _is_well(self, i: int, steps: int) -> bool:
-        # Sooner, the death would count as one of a server that cannot serve.
+        # An earlier death would count as that of a server that cannot serve.
         has_delivered = steps - self._steps[i] > 2 * DELIVERED_STEPS * K
         return has_delivered and time.monotonic() > max(self._not_before[i], self._next)
 
@@ -429,8 +430,8 @@ def wait_for_streams(servers: Servers, learner: Learner) -> None:
 def settle(servers: Servers, learner: Learner) -> Settled:
     """Wait until all that was received by now is learned.
 
-    The rollouts of a stream are spread over some learner batches. Those that are open
-    now are over when many more have come.
+    The rollouts of a stream are in several learner batches. The batches that are open
+    now are full when many more rollouts have come.
     """
     ledger = learner.ledger
     gaps, discarded = ledger.gaps(), learner.stats()["discarded"]
@@ -443,7 +444,7 @@ def settle(servers: Servers, learner: Learner) -> Settled:
 def play(
     servers: Servers, addresses: Sequence[str] | None = None, **pool: Any
 ) -> Iterator[Learner]:
-    """Yield a learner that plays on servers, perhaps at other addresses than theirs."""
+    """Yield a learner that plays on servers, if given at other addresses (proxies)."""
     with Learner(addresses or servers.addresses, **pool) as learner:
         wait_for_streams(servers, learner)
         yield learner
@@ -452,10 +453,10 @@ def play(
 def require_conservation(
     found: Result, storm: Storm, learner: Learner, settled: Settled
 ) -> None:
-    """Add to a result what became of the steps, once the learner has stopped.
+    """Add the sums of all steps to a result, after the learner has stopped.
 
-    One row received is learned, once; or it is discarded with the others of a rollout
-    that a fault has cut short.
+    Each received row is learned once, or discarded with its rollout, which a fault has
+    ended too early.
     """
     stats, ledger = learner.stats(), learner.ledger
     learned = (ledger.rollouts - ledger.duplicated) * T * K

@@ -23,28 +23,28 @@ from tools.nemesis import FOLDER
 from tools.nemesis.result import REPOSITORY
 from tools.runs import num_rows
 
-DEADLINE_S = 60.0  # For anything awaited.
+DEADLINE_S = 60.0  # Limit of each wait.
 POLL_S = 0.002
 LAST_LINES_S = 0.5  # For the output of a program that has ended.
-QUIET_S = 2.0  # Many ticks of a main loop, and with FLAGS each saves.
+QUIET_S = 2.0  # Many ticks of a main loop. With FLAGS, each tick saves.
 MODULES = ("monobeast", "polybeast")
 ENDLESS = "1000000000"
 MARK = "TORCHBEAST_NEMESIS"  # In the environment of each process of a program.
-# A save at each tick of the main loop; small rollouts, so that there are many.
+# Each tick of the main loop saves. Rollouts are small, so there are many.
 FLAGS = ["--env", "Catch", "--total_steps", ENDLESS, "--checkpoint_interval_s", "0"]
 FLAGS += ["--unroll_length", "5", "--batch_size", "4", "--log_interval_s", "0"]
 SIZES = {
     "monobeast": ["--num_actors", "2", "--envs_per_actor", "2"],
     "polybeast": ["--num_servers", "2", "--envs_per_stream", "2"],
 }
-# When the program is about to start its actors, or to connect to its servers.
+# The log line just before the program starts its actors or connects to its servers.
 CONNECTING = {"monobeast": "Preflight: cores", "polybeast": "Preflight: memory"}
 
 P = TypeVar("P", bound="Process")
 
 
 class Process:
-    """A running `python -m MODULE`, and what it says. Kills its family at the end."""
+    """A running `python -m MODULE` and its output. Kills its family at the end."""
 
     def __init__(
         self,
@@ -131,14 +131,14 @@ class Process:
         """Wait until it is true.
 
         Raises:
-          RuntimeError: the program ended before, or that took too long; says what the
-            program said.
+          RuntimeError: the program ended first, or this took too long; the message has
+            the program's output.
         """
         if not came_true(condition, self.is_running):
             raise RuntimeError(f"{condition} is not true of:\n{self.text()}")
 
     def wait(self) -> int:
-        """Return the exit status, once all that it has said is here."""
+        """Wait for the end of the program and its output; return the exit status."""
         with contextlib.suppress(TimeoutError):
             wait_for(lambda: not self.is_running())
         if self.is_running():
@@ -148,9 +148,9 @@ class Process:
         return self.process.returncode
 
     def family(self) -> list[int]:
-        """Return the live processes it started, and theirs, wherever they are now.
+        """Return the live processes that it started, and all that these started.
 
-        They have inherited the mark in its environment, whoever their parent is.
+        All have inherited the mark in its environment, whatever parent they have now.
         """
         found = []
         for entry in os.scandir("/proc"):
@@ -188,7 +188,7 @@ class Program(Process):
     def wait_until_saves_fail(self, condition: Callable[[], object]) -> None:
         """Wait until it is true and no checkpoint has come for QUIET_S.
 
-        Warnings do not tell: the same one again is only counted.
+        (The log does not show each failure: a repeated warning is only counted.)
         """
         newest, since = self.newest(), time.monotonic()
 
@@ -217,9 +217,9 @@ class Program(Process):
         return max((p.name for p in self.checkpoints.glob("step-*")), default="")
 
     def leftovers(self) -> list[str]:
-        """Name what is there, but should not be once the program has ended.
+        """Return the processes and files that should not be there after the end.
 
-        Not what every torch program leaves and uses again: its compiler's cache.
+        The cache of torch's compiler does not count: all programs leave it and use it.
         """
         processes = [f"process {pid} {_command(pid)}" for pid in self.family()]
         files = [
@@ -232,7 +232,7 @@ class Program(Process):
 
 
 def is_saving(pid: int, checkpoints: Path) -> bool:
-    """Say whether a process has a file open there that is no checkpoint yet."""
+    """Return whether a process is writing a checkpoint in this folder."""
     with contextlib.suppress(OSError):  # It is closed meanwhile, or the process ends.
         for fd in os.scandir(f"/proc/{pid}/fd"):
             path = Path(os.readlink(fd.path))
@@ -256,14 +256,14 @@ def _command(pid: int) -> str:
     return ""
 
 
-# Kinds of moments in a program's life: when each begins, and for how many seconds.
+# Kinds of moments in a program's life.
 MOMENTS = ("start-up", "connect", "save", "train")
 
 
 def await_moment(
     program: Program, kind: str, rng: random.Random, *, start_s: float
 ) -> None:
-    """Return at a random moment of a kind; `start_s` is how long programs start."""
+    """Return at a random moment of a kind; `start_s` is the time of a start-up."""
     rows = program.rows()
     begins, lasts_s = {
         "start-up": (lambda: True, start_s),
@@ -276,7 +276,7 @@ def await_moment(
 
 
 def measure_start(module: str) -> float:
-    """Return how many seconds a program takes until it has learned something."""
+    """Return the seconds from a program's start to its first row of the log."""
     began = time.monotonic()
     with workplace() as folder, Program(module, folder, *SIZES[module], *FLAGS) as it:
         it.wait_for(lambda: it.rows() > 0)
@@ -285,7 +285,7 @@ def measure_start(module: str) -> float:
 
 @contextlib.contextmanager
 def train(trainer: str, *flags: str, **options: Any) -> Iterator[Program]:
-    """Yield a trainer that has learned something; its workers say their processes."""
+    """Yield a trainer that has learned something, on `environments.Catch`."""
     env = ["--env", "tools.nemesis.environments:make_catch", "--log_interval_s", "1"]
     flags = (*env, "--total_steps", ENDLESS, *flags)
     with workplace() as folder, Program(trainer, folder, *flags, **options) as program:
@@ -295,7 +295,7 @@ def train(trainer: str, *flags: str, **options: Any) -> Iterator[Program]:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """Yield a folder with a short name: unix sockets in it have room for 107 bytes."""
+    """Yield a folder with a short name: the path of a unix socket has 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="tb") as folder:
         yield Path(folder)
 
@@ -324,7 +324,7 @@ def wait_for(
 
 def came_true(condition: Callable[[], object], is_running: Callable[[], bool]) -> bool:
     """Poll until it is true or the program has ended; say whether it was true."""
-    held = False  # It may last for a moment only.
+    held = False  # The condition may be true for a moment only.
 
     def is_decided() -> bool:
         nonlocal held
@@ -337,7 +337,7 @@ def came_true(condition: Callable[[], object], is_running: Callable[[], bool]) -
 
 
 def differences(checkpoints: Path, others: Path) -> list[str]:
-    """Name what is not bit for bit equal in the newest checkpoints of two folders."""
+    """Return the parts that differ in the newest checkpoints of two folders."""
     from core.running import checkpoint  # It needs torch, and many programs do not.
 
     a, b = checkpoint.load(checkpoints), checkpoint.load(others)
@@ -349,7 +349,7 @@ def differences(checkpoints: Path, others: Path) -> list[str]:
         for name, tensor in tensors.items():
             if tensor.numpy().tobytes() != b.tensors[group][name].numpy().tobytes():
                 different.append(f"{group}/{name}")
-    for key in a.state.keys() - {"time_s", "flags"}:  # Of the clock, and of the user.
+    for key in a.state.keys() - {"time_s", "flags"}:  # These may differ.
         if a.state[key] != b.state[key]:
             different.append(key)
     return different

@@ -57,8 +57,8 @@ class Proxy:
         self._whole.set()
         self._tasks: set[asyncio.Task] = set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._to_server: set[asyncio.StreamWriter] = set()  # Of those.
-        self._flips = 0  # Still to be done.
+        self._to_server: set[asyncio.StreamWriter] = set()  # Some of `_writers`.
+        self._flips = 0  # Bits that are still to be flipped.
 
     async def start(self) -> str:
         self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
@@ -95,7 +95,7 @@ class Proxy:
         for writer in self._writers:
             if writer.is_closing():
                 continue
-            linger = struct.pack("ii", 1, 0)  # On, and for no time: RST.
+            linger = struct.pack("ii", 1, 0)  # Linger for 0 s: send RST.
             raw = writer.get_extra_info("socket")
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
@@ -107,13 +107,13 @@ class Proxy:
         self._tasks.add(task)
         writers = [writer]
         try:
-            await self._whole.wait()  # As if the first packet were on its way.
+            await self._whole.wait()  # While it is cut, accept nothing.
             host, _, port = self._target.rpartition(":")
             there, out = await asyncio.open_connection(host, int(port))
             writers.append(out)
             self._writers.update(writers)
             self._to_server.add(out)
-            # An end that closes is closed at the other end too, when it is heard of.
+            # If one end closes, `_pump` closes the other end.
             pumps = [self._pump(reader, out), self._pump(there, writer)]
             await asyncio.gather(*pumps, return_exceptions=True)
         except (OSError, asyncio.CancelledError):

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclasses.dataclass
 class Result:
-    """The figures of one measurement, and whether they are what they should be."""
+    """The figures of one measurement, and the goals that they miss."""
 
     injected: dict[str, int]  # Faults, by kind.
     asked: dict[str, int]  # How many there should have been.
@@ -34,18 +34,18 @@ class Result:
                 )
 
     def require(self, holds: bool, what: str) -> None:
-        """Note a goal that is missed. `what` says what was expected and what came."""
+        """Record a missed goal. `what` has the expected and the actual value."""
         if not holds:
             self.failures.append(what)
 
     def require_time(self, holds: bool, what: str) -> None:
-        """Note a goal that a machine busy with other things misses as well."""
+        """Record a missed time limit, which may be due to a busy machine."""
         if not holds:
             self.late.append(what)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """Return the least value that at least `part` of all values do not exceed."""
+    """Return the least of `values` that is >= the share `part` of them."""
     ordered = sorted(values)
     return ordered[max(0, -int(-part * len(ordered) // 1) - 1)]
 

@@ -83,7 +83,7 @@ def kill_many(
             try:
                 await_moment(program, kind, rng, start_s=start_s)
             except RuntimeError:
-                break  # It has come to its end: too few kills, and measured as such.
+                break  # The run has ended: too few kills, which is a failure.
             program.process.kill()
             if program.wait() == 0:
                 break

@@ -45,7 +45,7 @@ def measure(flags: argparse.Namespace) -> Result:
     exit_s: dict[str, dict[str, list[float]]] = {
         module: {kind: [] for kind in MOMENTS} for module in MODULES
     }
-    early_s: list[float] = []  # Of those without a handler.
+    early_s: list[float] = []  # Of ends before there is a handler.
     wrong: list[str] = []
     for module in MODULES:
         start_s = measure_start(module)
@@ -101,7 +101,7 @@ def newest_step(program: Program) -> int:
 
 
 def judge(program: Program, status: int, before: int, step: int) -> str | None:
-    """Say what is wrong with an end, if anything is.
+    """Return what is wrong with an end, or None.
 
     Args:
       before: the step of the newest checkpoint when the program started.

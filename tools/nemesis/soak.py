@@ -25,8 +25,8 @@ from tools.nemesis.result import Result
 from tools.runs import curve
 
 SAMPLE_S = 5.0
-SETTLE_S = 30.0  # For a process that has started to have what it needs.
-WARM_UP = 1 / 3  # Of the run: until then the allocator sets records.
+SETTLE_S = 30.0  # Until a new process has allocated what it needs.
+WARM_UP = 1 / 3  # Of the run. Until then memory still grows.
 MB_PER_HOUR = 1.0
 NUM_WORKERS = 3
 TRAINERS = {
@@ -125,7 +125,7 @@ def slope(samples: list[Sample], length_s: float) -> dict[str, Any]:
 
 
 def last_to_first(rows: list[tuple[float, int]]) -> float:
-    """Return the speed of the last sixth of a run by that of the first after it."""
+    """Return the speed in the last sixth of a run, divided by that in the second."""
     end_s = rows[-1][0]
 
     def steps_at(part: float) -> int:

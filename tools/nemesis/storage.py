@@ -54,13 +54,13 @@ def measure(flags: argparse.Namespace) -> Result:
 
 
 def exhaust_inodes(program: Program) -> Counter[str]:
-    """Take all inodes of a disk until no save succeeds; count what came of it."""
+    """Use up the inodes of a disk until no save succeeds; count the effects."""
     seen: Counter[str] = Counter()
     disk = program.run_dir.parent
     ours: list[Path] = []
 
     def has_none() -> bool:
-        # Again and again: the end of a save that was under way frees one.
+        # In each call, because the end of a save frees an inode.
         ours.extend(files_without_end(disk, len(ours)))
         return True
 
@@ -77,7 +77,7 @@ def exhaust_inodes(program: Program) -> Counter[str]:
 
 
 def files_without_end(folder: Path, first: int) -> Iterator[Path]:
-    """Make files until there can be no more; yield each."""
+    """Create files until there are no inodes; yield each."""
     for i in itertools.count(first):
         path = folder / f"file-{i}"
         try:
