@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstddef>
 #include <functional>
@@ -50,6 +51,11 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   BufferPool(Private, Allocate allocate)
       : allocate_(allocate ? std::move(allocate) : allocate_from_heap) {}
 
+  // How often this process, or a parent of it, was forked. In the child a
+  // thread of the parent may hold the lock of a pool for ever. So no memory
+  // returns to pools that were made before; it is freed.
+  inline static std::atomic<int> num_forks{0};
+
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
@@ -83,7 +89,8 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
 
     void operator()(void*) noexcept {
       Block returned = std::move(block);  // Freed here if the pool is gone.
-      if (auto alive = pool.lock()) {
+      const auto alive = pool.lock();
+      if (alive && alive->num_forks_before_ == num_forks) {
         alive->give_back(size_class, std::move(returned));
       }
     }
@@ -132,6 +139,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   }
 
   const Allocate allocate_;
+  const int num_forks_before_ = num_forks;
   mutable std::mutex mu_;
   std::array<SizeClass, kNumClasses> classes_;  // Guarded by mu_.
   size_t num_allocated_ = 0;                    // Guarded by mu_.

@@ -21,6 +21,7 @@
 
 #include "actor_pool.h"
 #include "batching_queue.h"
+#include "buffer_pool.h"
 #include "dynamic_batcher.h"
 #include "errors.h"
 #include "nest.h"
@@ -51,6 +52,8 @@ bool was_forked = false;  // Guarded by the GIL.
 // these pools.
 void after_fork_in_child() {
   was_forked = true;
+  ++BufferPool::num_forks;
+  forget_dropped();
   set_main_thread();
   static auto* const leaked = new std::vector<std::shared_ptr<ActorPool>>();
   for (const auto& weak : std::exchange(pools(), {})) {

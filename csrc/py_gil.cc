@@ -34,11 +34,8 @@ class DroppedObjects {
   std::vector<PyObject*> objects_;  // Guarded by mu_.
 };
 
-DroppedObjects& dropped_objects() {
-  // Never destroyed: threads of the core may outlive main().
-  static auto* const objects = new DroppedObjects();
-  return *objects;
-}
+// Never destroyed: threads of the core may outlive main().
+auto* dropped_objects = new DroppedObjects();
 
 unsigned long main_thread =
     0;  // NOLINT: the type of PyThread_get_thread_ident.
@@ -47,11 +44,13 @@ unsigned long main_thread =
 
 std::shared_ptr<void> keep_alive(PyObject* object) {
   return std::shared_ptr<void>(Py_NewRef(object), [](void* kept) {
-    dropped_objects().add(static_cast<PyObject*>(kept));
+    dropped_objects->add(static_cast<PyObject*>(kept));
   });
 }
 
-void release_dropped() { dropped_objects().release(); }
+void release_dropped() { dropped_objects->release(); }
+
+void forget_dropped() { dropped_objects = new DroppedObjects(); }
 
 void check_signals() {
   const PyGILState_STATE state = PyGILState_Ensure();

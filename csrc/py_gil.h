@@ -37,6 +37,10 @@ std::shared_ptr<void> keep_alive(PyObject* object);
 // with the GIL.
 void release_dropped();
 
+// Call it in a child process after os.fork(): a thread of the parent may have
+// held the lock of the list of dropped references. Leaks what was on the list.
+void forget_dropped();
+
 // A signal's Python handler has raised; the Python error is set.
 struct Interrupted {};
 

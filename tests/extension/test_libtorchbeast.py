@@ -529,6 +529,7 @@ done, [x] = next(queue)
 assert type(done) is np.ndarray and done.dtype == bool and done.all()
 assert x.dtype == np.uint16 and x.tolist() == [[7, 7], [7, 7]]
 x += 1
+assert x.tolist() == [[8, 8], [8, 8]]
 try:
     queue.enqueue(3)
 except TypeError as error:
@@ -1076,6 +1077,58 @@ thread.join()
 def test_a_forked_child_of_a_process_with_a_live_pool_can_exit():
     done = run_python(FORK, NO_SERVER, python=[sys.executable, "-W", "ignore"])
     assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
+
+
+def test_a_forked_child_waits_for_no_lock_that_threads_of_its_parent_hold():
+    """The threads hold the locks often, and some of the children need one."""
+    script = f"""
+import os, signal, sys
+sys.modules["torch"] = None
+import threading, numpy as np, libtorchbeast as lib
+
+def drop():  # Often holds the lock of the list of dropped references.
+    while True:
+        queue = lib.BatchingQueue()
+        queue.enqueue(many)
+        about_to_drop.release()
+        queue.close()
+
+def join():  # Often holds the lock of the memory of `queue`.
+    while True:
+        queue.enqueue(many)
+        queue.enqueue(many)
+        about_to_join.release()
+        next(queue)
+
+def use():
+    kept.clear()
+    queue = lib.BatchingQueue()
+    queue.enqueue(x)
+    assert next(queue).tolist() == [[1]]
+
+x = np.ones((1, 1))
+many = [x] * 2000
+queue = lib.BatchingQueue(minimum_batch_size=2)
+queue.enqueue(many)
+queue.enqueue(many)
+kept = [next(queue)]
+about_to_drop, about_to_join = threading.Semaphore(0), threading.Semaphore(0)
+for thread in (drop, join):
+    threading.Thread(target=thread, daemon=True).start()
+statuses = set()
+for i in range(80):
+    (about_to_join if i % 2 else about_to_drop).acquire()
+    sum(range(300 * (i % 13)))  # While the thread holds a lock, or does not.
+    child = os.fork()
+    if not child:
+        signal.setitimer(signal.ITIMER_REAL, {DEADLINE_S / 4})
+        use()
+        os._exit(0)
+    statuses.add(os.waitpid(child, 0)[1])
+print(statuses, flush=True)
+os._exit(0)
+"""
+    assert run(script, "-W", "ignore") == "{0}\n"
 
 
 def test_a_pool_made_in_a_forked_child_is_stopped_before_the_child_ends():
