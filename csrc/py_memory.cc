@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "interrupt.h"
 #include "py_gil.h"
 #include "py_nest.h"
 
@@ -73,7 +74,7 @@ class Allocations {
   void end() {
     std::unique_lock lock(mu_);
     ended_ = true;
-    finished_.wait(lock, [this] { return running_ == 0; });
+    while (running_ > 0) wait_interruptibly(lock, finished_);
   }
 
  private:

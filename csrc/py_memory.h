@@ -18,7 +18,7 @@ namespace torchbeast {
 std::shared_ptr<BufferPool> make_pool(const pybind11::object& allocate);
 
 // From now on the pools throw instead of calling `allocate`. Waits for running
-// calls, which need the GIL, so call it without the GIL.
+// calls, which need the GIL, so call it without the GIL. Ctrl-C ends the wait.
 void end_allocations();
 
 }  // namespace torchbeast

@@ -811,6 +811,34 @@ next(queue)
     assert program.text().endswith("KeyboardInterrupt\n")
 
 
+def test_ctrl_c_ends_a_program_whose_allocate_hangs_at_its_end(start_program):
+    script = """
+import sys
+sys.modules["torch"] = None
+import atexit, threading, numpy as np, libtorchbeast as lib
+
+def allocate(nbytes):
+    inside.set()
+    threading.Event().wait()  # As a driver that hangs.
+
+inside = threading.Event()
+queue = lib.BatchingQueue(minimum_batch_size=2, allocate=allocate)
+queue.enqueue(np.ones((1, 1)))
+queue.enqueue(np.ones((1, 1)))
+threading.Thread(target=next, args=[queue], daemon=True).start()
+inside.wait()
+atexit.register(lambda: print("ending", flush=True))
+"""
+    program = start_program(sys.executable, "-c", script)
+    program.wait_for_text("ending\n")
+
+    def has_ended() -> bool:
+        program.process.send_signal(signal.SIGINT)  # The first may come too early.
+        return program.process.poll() is not None
+
+    wait_until(has_ended)
+
+
 # --- The package --------------------------------------------------------------
 
 
