@@ -120,11 +120,11 @@ def test_a_broken_environment_ends_an_old_main_loop(flags):
     main = start_thread("main", old_fork_learner.train, flags)
     with pytest.raises(libtorchbeast.ActorError, match="this environment is broken"):
         main.result(timeout=DEADLINE_S)
-    (error,) = flags.actorpool_errors
-    assert "this environment is broken" in str(error)
     # Nothing that would keep the program alive.
     names = ("actorpool", "learner", "inference")
     wait_until(lambda: not any(t.name.startswith(names) for t in threading.enumerate()))
+    (error,) = flags.actorpool_errors
+    assert "this environment is broken" in str(error)
 
 
 def test_a_truncated_episode_is_one_row_for_an_old_learner(flags):
