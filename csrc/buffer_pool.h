@@ -51,9 +51,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   BufferPool(Private, Allocate allocate)
       : allocate_(allocate ? std::move(allocate) : allocate_from_heap) {}
 
-  // How often this process, or a parent of it, was forked. In the child a
-  // thread of the parent may hold the lock of a pool for ever. So no memory
-  // returns to pools that were made before; it is freed.
+  // How many forks there were between the first process and this one. In a
+  // child the lock of a pool may be held for ever, by a thread that only the
+  // parent has. So no memory returns to the parent's pools: it is freed.
   inline static std::atomic<int> num_forks{0};
 
   BufferPool(const BufferPool&) = delete;

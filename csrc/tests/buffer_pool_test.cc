@@ -126,6 +126,18 @@ TEST(blocks_are_freed_with_the_pool_or_after_it) {
   CHECK_EQ(heap.num_alive, 0);
 }
 
+TEST(in_a_forked_child_no_memory_returns_to_the_pools_of_its_parent) {
+  CountedHeap heap;
+  const auto pool = BufferPool::create(heap.allocate());
+  Array array = pool->allocate(DType::kUInt8, {3});
+  ++BufferPool::num_forks;
+  const auto made_after = BufferPool::create(heap.allocate());
+  array = {};
+  CHECK_EQ(heap.num_alive, 0);
+  for (int i = 0; i < 2; ++i) made_after->allocate(DType::kUInt8, {3});
+  CHECK_EQ(made_after->num_allocated(), 1u);
+}
+
 TEST(a_failed_allocation_leaves_the_pool_usable) {
   bool fail = true;
   auto pool = BufferPool::create([&](size_t nbytes) {
