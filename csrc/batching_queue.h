@@ -52,6 +52,8 @@ namespace torchbeast {
 // wait must share the ownership of the queue.
 class BatchingQueue {
  public:
+  using Counts = RowQueue<std::monostate>::Counts;
+
   // Throws std::invalid_argument for bad options, such as a
   // `maximum_queue_size` below `maximum_batch_size`.
   explicit BatchingQueue(
@@ -108,6 +110,7 @@ class BatchingQueue {
   // Rows that dequeue_many has returned. Counted as soon as it takes them from
   // the queue.
   int64_t dequeued() const { return queue_.counts().taken; }
+  Counts counts() const { return queue_.counts(); }  // All of one moment.
   // How many threads wait in enqueue or dequeue_many.
   int64_t num_waiting() const { return queue_.num_waiting(); }
 

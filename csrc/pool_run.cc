@@ -36,9 +36,7 @@ PoolRun::PoolRun(PoolOptions options, std::unique_ptr<Transport> transport)
           options_.value_ranges,
           options_.mask_sizes,
           num_columns(options_.num_envs, options_.learner_queue->options())},
-      transport_(std::move(transport)),
-      dequeued_before_(options_.learner_queue->dequeued()),
-      dropped_before_(options_.learner_queue->dropped()) {
+      transport_(std::move(transport)) {
   for (size_t i = 0; i < options_.max_streams; ++i) {
     streams_.push_back(std::make_unique<ActorStream>(*this, i));
   }
@@ -59,6 +57,7 @@ void PoolRun::run() {
     if (stopping_) return;
     running_ = true;
     thread_ = std::this_thread::get_id();
+    before_ = options_.learner_queue->counts();
   }
   // Listeners cannot be removed, and may be called after this object is gone.
   const auto listen = [weak = weak_from_this()] {
@@ -450,12 +449,17 @@ PoolStats PoolRun::stats() const {
     stats.batch_fill = static_cast<double>(batcher.num_rows()) / batches;
   }
 
-  const int64_t T = options_.unroll_length;
-  const BatchingQueue& queue = *options_.learner_queue;
-  stats.dequeued = T * (queue.dequeued() - dequeued_before_);
-  const int64_t dropped = T * (queue.dropped() - dropped_before_);
-  stats.discarded = discarded_ + dropped;
-  stats.in_flight = in_slabs_ + enqueued_ - stats.dequeued - dropped;
+  // Rows leave the queue in the order in which they came. The first ones may be
+  // of a pool before this one, and the last ones of a pool after it.
+  const BatchingQueue::Counts counts = options_.learner_queue->counts();
+  const int64_t rows = enqueued_ / options_.unroll_length;
+  const int64_t taken = counts.taken - before_.taken;
+  const int64_t left = taken + counts.dropped - before_.dropped;
+  const int64_t dequeued = std::clamp<int64_t>(taken - before_.queued, 0, rows);
+  const int64_t gone = std::clamp<int64_t>(left - before_.queued, 0, rows);
+  stats.dequeued = options_.unroll_length * dequeued;
+  stats.discarded = discarded_ + options_.unroll_length * (gone - dequeued);
+  stats.in_flight = in_slabs_ + enqueued_ - options_.unroll_length * gone;
 
   const auto now = Clock::now();
   stats.env_s = left_env_s_;

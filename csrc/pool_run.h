@@ -18,6 +18,7 @@
 #include "actor_pool.h"
 #include "actor_stream.h"
 #include "agent_spec.h"
+#include "batching_queue.h"
 #include "buffer_pool.h"
 #include "clock.h"
 #include "env_spec.h"
@@ -85,16 +86,14 @@ class PoolRun : public std::enable_shared_from_this<PoolRun> {
   const std::unique_ptr<Transport> transport_;
   // One for each of max_streams. The vector never changes.
   std::vector<std::unique_ptr<ActorStream>> streams_;
-  // The counts of the learner queue when this pool was made.
-  const int64_t dequeued_before_;
-  const int64_t dropped_before_;
 
   mutable std::mutex mu_;
   std::condition_variable changed_;  // run() and stop() wait for it.
   // All members from here on are guarded by mu_.
   bool called_ = false;  // run() was called.
   bool running_ = false;
-  std::thread::id thread_;  // The one in run(), once it has begun.
+  std::thread::id thread_;        // The one in run(), once it has begun.
+  BatchingQueue::Counts before_;  // Of the learner queue, when run() began.
   bool stopping_ = false;
   std::exception_ptr failure_;  // The first permanent failure.
 

@@ -55,6 +55,7 @@ class RowQueue {
   using Items = std::list<Item>;
 
   struct Counts {
+    int64_t queued = 0;   // Rows, at this moment.
     int64_t taken = 0;    // Rows.
     int64_t dropped = 0;  // Rows.
     int64_t batches = 0;  // Taken.
@@ -101,7 +102,9 @@ class RowQueue {
 
   Counts counts() const {
     std::lock_guard lock(mu_);
-    return counts_;
+    Counts counts = counts_;
+    counts.queued = rows_;
+    return counts;
   }
 
   const QueueOptions& options() const { return options_; }
@@ -140,7 +143,7 @@ class RowQueue {
   Items items_;                   // Guarded by mu_.
   int64_t rows_ = 0;              // Guarded by mu_. The sum over items_.
   int64_t num_waiting_ = 0;       // Guarded by mu_. Threads in wait_locked.
-  Counts counts_;                 // Guarded by mu_.
+  Counts counts_;                 // Guarded by mu_. Without `queued`.
   bool closed_ = false;           // Guarded by mu_.
   std::exception_ptr failure_;    // Guarded by mu_. The argument of close().
 };

@@ -199,6 +199,40 @@ TEST(run_after_stop_returns) {
   CHECK(rig.network->connections().empty());
 }
 
+TEST(pools_that_follow_each_other_at_a_queue_have_ledgers_of_their_own) {
+  Rig rig(RigOptions{.num_envs = 3});
+  const auto play_batches = [&rig](int batches) {
+    rig.start();
+    Player player(rig.network->accept(), 3);
+    player.greet();
+    play(rig, player, batches * 2 * kT + 1);
+    rig.pool->stop();
+    rig.running.get();
+  };
+  const auto check = [](const ActorPool& pool, int dequeued, int discarded,
+                        int in_flight) {
+    const PoolStats stats = pool.stats();
+    CHECK_EQ(stats.dequeued, kC * kT * dequeued);
+    CHECK_EQ(stats.discarded, kC * kT * discarded);
+    CHECK_EQ(stats.in_flight, kC * kT * in_flight);
+    CHECK(is_balanced(stats));
+  };
+  auto next = rig.make_pool();
+  play_batches(2);
+  rig.queue->dequeue_many();
+  const auto before = std::exchange(rig.pool, std::move(next));
+  play_batches(3);
+  check(*before, 1, 0, 1);
+  check(*rig.pool, 0, 0, 3);
+  rig.queue->dequeue_many();
+  check(*before, 2, 0, 0);
+  check(*rig.pool, 0, 0, 3);
+  rig.queue->dequeue_many();
+  rig.queue->close();
+  check(*before, 2, 0, 0);
+  check(*rig.pool, 1, 2, 0);
+}
+
 TEST(a_pool_may_be_destroyed_unused) { Rig rig; }
 
 TEST(a_pool_may_be_destroyed_with_an_answer_pending) {

@@ -528,6 +528,8 @@ class Transport final : public torchbeast::Transport {
   }
 
   void shutdown() override {
+    // Later, another transport of the network may be gone, with its workers.
+    if (std::exchange(stopped_, true)) return;
     for (const auto& connection : network_->connections()) {
       connection->close("shut down");
     }
@@ -538,6 +540,7 @@ class Transport final : public torchbeast::Transport {
   const std::shared_ptr<Network> network_;
   std::deque<Worker> workers_;
   size_t next_ = 0;
+  bool stopped_ = false;
 };
 
 // K environments that count, and check that each action is the right one.

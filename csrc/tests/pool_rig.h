@@ -212,13 +212,17 @@ struct RigOptions {
 
 // A pool with its queue, batcher and network.
 struct Rig {
-  explicit Rig(const RigOptions& options = {}) {
+  explicit Rig(RigOptions rig_options = {}) : options(std::move(rig_options)) {
     QueueOptions queue_options;
     queue_options.minimum_batch_size = options.minimum_batch_size;
     queue_options.maximum_batch_size = kC;
     queue_options.maximum_queue_size = options.maximum_queue_size;
     queue = std::make_shared<BatchingQueue>(queue_options);
     batcher = std::make_shared<DynamicBatcher>(BatcherOptions{});
+    pool = make_pool();
+  }
+
+  std::unique_ptr<ActorPool> make_pool() const {
     PoolOptions pool_options;
     pool_options.unroll_length = kT;
     pool_options.num_envs = options.num_envs;
@@ -240,8 +244,7 @@ struct Rig {
     pool_options.max_failures = options.max_failures;
     pool_options.step_timeout_s = options.step_timeout_s;
     pool_options.first_backoff_s = options.first_backoff_s;
-    named_rows = options.named_rows;
-    pool = std::make_unique<ActorPool>(
+    return std::make_unique<ActorPool>(
         std::move(pool_options),
         std::make_unique<fake::Transport>(network, options.num_threads));
   }
@@ -260,7 +263,7 @@ struct Rig {
   void start_agent() {
     agents.push_back(testing::background([this] {
       while (const auto batch = batcher->get_batch()) {
-        batch->set_outputs(answer(batch->inputs(), named_rows));
+        batch->set_outputs(answer(batch->inputs(), options.named_rows));
       }
     }));
   }
@@ -268,7 +271,7 @@ struct Rig {
   // Answers one batch.
   void answer_batch() {
     const auto batch = batcher->get_batch();
-    batch->set_outputs(answer(batch->inputs(), named_rows));
+    batch->set_outputs(answer(batch->inputs(), options.named_rows));
   }
 
   StreamState state(size_t stream = 0) const {
@@ -278,11 +281,11 @@ struct Rig {
     testing::wait_until([&] { return state(stream) == expected; });
   }
 
+  const RigOptions options;
   const std::shared_ptr<fake::Network> network =
       std::make_shared<fake::Network>();
   std::shared_ptr<BatchingQueue> queue;
   std::shared_ptr<DynamicBatcher> batcher;
-  bool named_rows;
   std::unique_ptr<ActorPool> pool;
   std::future<void> running;
   std::vector<std::future<void>> agents;
