@@ -55,7 +55,7 @@ class RowQueue {
   using Items = std::list<Item>;
 
   struct Counts {
-    int64_t queued = 0;   // Rows, at this moment.
+    int64_t queued = 0;   // Rows in the queue.
     int64_t taken = 0;    // Rows.
     int64_t dropped = 0;  // Rows.
     int64_t batches = 0;  // Taken.
@@ -92,7 +92,7 @@ class RowQueue {
   int64_t size() const {
     std::lock_guard lock(mu_);
     if (failure_) std::rethrow_exception(failure_);
-    return rows_;
+    return counts_.queued;
   }
 
   int64_t num_waiting() const {
@@ -102,9 +102,7 @@ class RowQueue {
 
   Counts counts() const {
     std::lock_guard lock(mu_);
-    Counts counts = counts_;
-    counts.queued = rows_;
-    return counts;
+    return counts_;
   }
 
   const QueueOptions& options() const { return options_; }
@@ -112,7 +110,7 @@ class RowQueue {
  private:
   bool has_room_locked(int64_t uncounted = 0) const {
     return !options_.maximum_queue_size ||
-           rows_ - uncounted < *options_.maximum_queue_size;
+           counts_.queued - uncounted < *options_.maximum_queue_size;
   }
 
   // When take() stops waiting for the minimum batch size: `timeout_ms` after
@@ -141,9 +139,8 @@ class RowQueue {
       filled_;                    // take() waits: enough rows, or a first item.
   std::condition_variable room_;  // push() waits for room.
   Items items_;                   // Guarded by mu_.
-  int64_t rows_ = 0;              // Guarded by mu_. The sum over items_.
   int64_t num_waiting_ = 0;       // Guarded by mu_. Threads in wait_locked.
-  Counts counts_;                 // Guarded by mu_. Without `queued`.
+  Counts counts_;                 // Guarded by mu_.
   bool closed_ = false;           // Guarded by mu_.
   std::exception_ptr failure_;    // Guarded by mu_. The argument of close().
 };
@@ -207,10 +204,10 @@ void RowQueue<Payload>::push(Nest nest, Payload payload, bool wait) {
       check_alike(items_.back().nest, item.front().nest, options_.batch_dim);
     }
     if (options_.timeout_ms) item.front().arrived = Clock::now();
-    rows_ += rows;
+    counts_.queued += rows;
     // With a timeout, one thread must wake for the first item to wait for its
     // deadline.
-    notify = rows_ >= options_.minimum_batch_size ||
+    notify = counts_.queued >= options_.minimum_batch_size ||
              (options_.timeout_ms && items_.empty());
     items_.splice(items_.end(), item);
   }
@@ -224,7 +221,7 @@ auto RowQueue<Payload>::take() -> Items {
   bool more = false;
   {
     std::unique_lock lock(mu_);
-    while (!closed_ && rows_ < options_.minimum_batch_size) {
+    while (!closed_ && counts_.queued < options_.minimum_batch_size) {
       const auto deadline = deadline_locked();
       if (deadline && Clock::now() >= *deadline) break;
       wait_locked(lock, filled_, deadline);
@@ -239,13 +236,13 @@ auto RowQueue<Payload>::take() -> Items {
       ++end;
     }
     batch.splice(batch.end(), items_, items_.begin(), end);
-    rows_ -= rows;
+    counts_.queued -= rows;
     counts_.taken += rows;
     ++counts_.batches;
     room = !had_room && has_room_locked();
     // Another thread must take the items that are left, or wait for their
     // deadline.
-    more = rows_ >= options_.minimum_batch_size ||
+    more = counts_.queued >= options_.minimum_batch_size ||
            (options_.timeout_ms && !items_.empty());
   }
   // All: how many of the waiting items fit depends on their rows.
@@ -265,8 +262,8 @@ auto RowQueue<Payload>::close(std::exception_ptr why) -> Items {
     }
     closed_ = true;
     failure_ = std::move(why);
-    counts_.dropped += rows_;
-    rows_ = 0;
+    counts_.dropped += counts_.queued;
+    counts_.queued = 0;
     dropped.swap(items_);
   }
   filled_.notify_all();
