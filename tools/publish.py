@@ -63,8 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         path = publish(args.run, args.out)
-    except (OSError, checkpoint.CheckpointError) as error:
+    except checkpoint.CheckpointError as error:
         raise SystemExit(f"{args.run}: {error}") from error
+    except OSError as error:
+        raise SystemExit(f"{args.out}: {error}") from error
     print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
 
 

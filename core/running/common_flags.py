@@ -5,6 +5,7 @@ Needs neither torch nor a compiler: the environment servers parse flags too.
 """
 
 import argparse
+import importlib.util
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ from typing import Any
 from core import flag_types, ranks
 from core.flag_types import folder_path, int_at_least, names, number
 from core.rollout import new_rollouts
-from core.running import folder, wandb_log
+from core.running import folder
 from core.running.machine import num_cores
 
 ENV = "PongNoFrameskip-v4"  # If neither --env nor a server names an environment.
@@ -568,8 +569,8 @@ def check_common(
                 f"--{flag} is set but --mode is train: it is for testing. Add --mode "
                 "test, or leave it out."
             )
-    if flags.wandb and (problem := wandb_log.import_problem()):
-        parser.error(f"--wandb needs a package ({problem}). Run `pip install wandb`.")
+    if flags.wandb and not getattr(importlib.util.find_spec("wandb"), "origin", None):
+        parser.error("--wandb needs a package. Run `pip install wandb`.")
     if flags.mode == "test_render" and flags.video:
         parser.error(
             "--video is set but --mode is test_render: games go to a window or to "

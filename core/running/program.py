@@ -16,7 +16,7 @@ from pathlib import Path
 from core import ranks
 from core.algorithm.learners import LearnerLost, tell_flags_are_wrong, train_together
 from core.errors import ConfigError, EnvSpecError, EnvValueError, Exit, UsageError
-from core.running import terminal
+from core.running import terminal, wandb_log
 from core.running.checkpoint import CheckpointError, CheckpointMismatch
 from core.running.folder import UNUSABLE, RunDirBusy
 from core.running.supervise import send_at_parents_end
@@ -59,6 +59,8 @@ def _run(
                 if "TORCHELASTIC_RUN_ID" in os.environ:  # If torchrun is killed, stop.
                     send_at_parents_end(signal.SIGTERM)
                 stack.enter_context(terminal.never_waiting(c_code=True))
+                if flags.wandb:  # Now: before there is a run, and with these streams.
+                    wandb_log.import_package()
             else:  # So that Ctrl-C closes environments and videos.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             faulthandler.enable(terminal.urgent_fd())

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core.errors import one_line
+from core.errors import UsageError, one_line
 from core.running.atomic import write_atomically
 
 log = logging.getLogger(__name__)
@@ -30,13 +30,20 @@ END_S = 60.0  # How long the end of a run waits until all rows are sent.
 _Row = tuple[int, Mapping[str, float]]  # The step and the columns.
 
 
-def import_problem() -> str:
-    """Import the package; return what is wrong with it, or ""."""
+def import_package() -> Any:
+    """Import and return the package. From then on it records sys.stdout and sys.stderr.
+
+    Raises:
+      UsageError: the package, or one that it needs, cannot be imported.
+    """
     try:
-        import wandb
-    except Exception as error:  # Also one of a package that it needs.
-        return f"{type(error).__name__}: {one_line(str(error))}"
-    return "" if hasattr(wandb, "init") else "the folder `wandb` is no package"
+        import wandb  # Not above: it is slow, and need not be installed.
+    except Exception as error:
+        raise UsageError(
+            f"--wandb: cannot import wandb: {type(error).__name__}: "
+            f"{one_line(str(error))}. Repair the package, or leave --wandb out."
+        ) from error
+    return wandb
 
 
 class WandbLog:
@@ -48,9 +55,7 @@ class WandbLog:
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
-        import wandb  # Not above: it is slow, and need not be installed.
-
-        self._wandb = wandb
+        self._wandb = import_package()
         self._run_dir = run_dir
         self._config = dict(config)
         self._rows: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()  # None: end.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MonoBeast: acting and learning, against rollouts that arithmetic can check."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -15,7 +16,7 @@ import torch
 
 import monobeast
 import polybeast
-from core.actors import prepare
+from core.actors import prepare, serial
 from core.actors.shared_memory import SharedWeights
 from core.algorithm import losses, update
 from core.algorithm.replay import create_replay
@@ -221,6 +222,28 @@ def test_a_step_counts_as_the_frames_that_the_options_say(monkeypatch, tmp_path)
     assert monobeast.main([*argv, *sizes]) == Exit.DONE
     last = log_rows(tmp_path / "a")[-1]
     assert int(last["frames"]) == 3 * int(last["step"]) > 0
+
+
+def test_the_clock_of_updates_runs_during_an_update_of_a_serial_run(
+    monkeypatch, tmp_path
+):
+    clocks, updates = np.zeros(2), []
+
+    @contextlib.contextmanager
+    def limit_calls(*args, **options):
+        yield clocks
+
+    def update(learner, *args):
+        updates.append(clocks[1])
+        learn(learner, *args)
+
+    learn = Learner.update
+    monkeypatch.setattr(Learner, "update", update)
+    monkeypatch.setattr(serial, "limit_calls", limit_calls)
+    argv = ["--env", "Catch", "--savedir", str(tmp_path), "--xpid", "a", "--serial"]
+    sizes = ["--num_actors", "1", "--batch_size", "1", "--total_steps", "40"]
+    assert monobeast.main([*argv, *sizes]) == Exit.DONE
+    assert len(updates) == 2 and all(updates) and clocks[1] == 0
 
 
 def test_an_environment_that_changes_the_folder_moves_no_run(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from tools.nemesis import result
 
 # Each is a module of this package. Its flags make the short form, for CI. None: there
-# is no short form, because the figure needs hours.
+# is no short form, because a short run says nothing.
 FIGURES: dict[str, list[str] | None] = {
     "kills": ["--count", "100"],
     "price": None,

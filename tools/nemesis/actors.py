@@ -15,6 +15,7 @@ import contextlib
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -61,6 +62,8 @@ def measure(flags: argparse.Namespace) -> Result:
         with replaced(monobeast, "Actors", Watched):
             status = monobeast.main([*FLAGS, "--savedir", str(folder)])
     actors = killer.end()
+    if status == Exit.STOPPED and killer.kills < flags.kills:
+        sys.exit(128 + signal.SIGTERM)  # Not the killer stopped the run.
     owned = actors.owned()
     result = Result(
         injected={"kills": killer.kills},

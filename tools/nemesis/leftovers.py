@@ -10,9 +10,11 @@ removes.
 """
 
 import argparse
+import contextlib
 import os
 import random
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -88,7 +90,9 @@ def start(module: str, folder: Path, way: str) -> Program:
 def watch(
     program: Program, shm: set[str], *, killed: bool = False
 ) -> tuple[float, list[str]]:
-    """Wait until nothing is left; return the time, and what is left after LIMIT_S.
+    """Wait until nothing is left of a program that has ended, for up to LIMIT_S.
+
+    Return the seconds since its end, and what is left.
 
     Args:
       shm: what was in /dev/shm before.
@@ -103,10 +107,9 @@ def watch(
             found = [x for x in found if not (x.startswith("runs/") and ".tmp-" in x)]
         return not found
 
-    try:
-        return wait_for(is_clean, LIMIT_S), found
-    except TimeoutError:
-        return LIMIT_S, found
+    with contextlib.suppress(TimeoutError):
+        wait_for(is_clean, program.ended_at + LIMIT_S - time.monotonic())
+    return time.monotonic() - program.ended_at, found
 
 
 def end(

@@ -65,7 +65,7 @@ class MemoryCgroup:
         self._usage, self._limit = path / usage, path / limit
         self._events = path / events
         # The words of a command that executes a program in it.
-        self.prefix = ["sh", "-c", f'echo $$ >{path}/cgroup.procs; exec "$@"', "sh"]
+        self.prefix = ["sh", "-c", f'echo $$ >{path}/cgroup.procs && exec "$@"', "sh"]
 
     def set_room(self, nbytes: int) -> None:
         """Allow its processes `nbytes` more memory than they have now."""

@@ -36,7 +36,7 @@ from tools.nemesis.proxy import Proxies, Proxy
 from tools.nemesis.result import Result, spread
 
 KEEPALIVE_S = 1.0
-LONGEST_S = 6.0  # So that attempts to connect fail, too.
+LONGEST_S = 6.0  # After the learner notices it: attempts to connect fail, too.
 KINDS = ("blackholes", "freezes", "resets", "flips", "half_closes")
 NOTICED_S, BACK_S = 3.0, 1.5  # At most.
 PLAINTEXT_STEPS = 400  # Of a server between two flips: no failures in a row.

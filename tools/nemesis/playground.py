@@ -444,7 +444,7 @@ def settle(servers: Servers, learner: Learner) -> Settled:
 def play(
     servers: Servers, addresses: Sequence[str] | None = None, **pool: Any
 ) -> Iterator[Learner]:
-    """Yield a learner that plays on servers, if given at other addresses (proxies)."""
+    """Yield a learner that plays on servers, or on `addresses`: those of proxies."""
     with Learner(addresses or servers.addresses, **pool) as learner:
         wait_for_streams(servers, learner)
         yield learner

@@ -2,6 +2,7 @@
 """Trainers that are started as a user starts them, and the files they leave behind."""
 
 import contextlib
+import math
 import os
 import random
 import re
@@ -67,6 +68,7 @@ class Process:
         self.lines: list[tuple[float, str]] = []  # When each came, and the line.
         self.pids: dict[str, int] = {}  # "server-3": its present process.
         self.replaced = 0  # Processes that others took the place of.
+        self.ended_at = math.inf  # When `wait` has seen its end.
         self._mark = f"{MARK}={secrets.token_hex(8)}"
         own = {"TMPDIR": str(self.temporary), FOLDER: str(folder)}
         mark = dict([self._mark.split("=")])
@@ -138,12 +140,16 @@ class Process:
             raise RuntimeError(f"{condition} is not true of:\n{self.text()}")
 
     def wait(self) -> int:
-        """Wait for the end of the program and its output; return the exit status."""
+        """Wait for the program's end; set `ended_at` and return the exit status.
+
+        Also wait for the end of its output, for LAST_LINES_S at most: processes that it
+        has left behind keep the output open.
+        """
         with contextlib.suppress(TimeoutError):
             wait_for(lambda: not self.is_running())
         if self.is_running():
             raise RuntimeError(f"did not end:\n{self.text()}")
-        # If it has left processes behind, its output stays open.
+        self.ended_at = time.monotonic()
         futures.wait([self._reader], LAST_LINES_S)
         return self.process.returncode
 
@@ -295,7 +301,7 @@ def train(trainer: str, *flags: str, **options: Any) -> Iterator[Program]:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """Yield a folder with a short name: the path of a unix socket has 107 bytes."""
+    """Yield a folder with a short name: a unix socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="tb") as folder:
         yield Path(folder)
 

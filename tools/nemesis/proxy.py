@@ -107,7 +107,7 @@ class Proxy:
         self._tasks.add(task)
         writers = [writer]
         try:
-            await self._whole.wait()  # While it is cut, accept nothing.
+            await self._whole.wait()  # While it is cut, connect to no server.
             host, _, port = self._target.rpartition(":")
             there, out = await asyncio.open_connection(host, int(port))
             writers.append(out)

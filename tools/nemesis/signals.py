@@ -59,7 +59,7 @@ def measure(flags: argparse.Namespace) -> Result:
                     began = time.monotonic()
                     program.process.send_signal(signal.SIGTERM)
                     status = program.wait()
-                    took_s = time.monotonic() - began
+                    took_s = program.ended_at - began
                     before, step = step, newest_step(program)
                     reason = judge(program, status, before, step)
                 if status == -signal.SIGTERM and reason is None:

@@ -31,7 +31,7 @@ def measure(flags: argparse.Namespace) -> Result:
     seen: Counter[str] = Counter()
     for module in MODULES:
         with workplace() as folder, small_disk(folder / "runs"):
-            prefix = ["unshare", "-m", "sh", "-c", f'{FULL_SHM}; exec "$@"', "sh"]
+            prefix = ["unshare", "-m", "sh", "-c", f'{FULL_SHM} && exec "$@"', "sh"]
             argv = [*SIZES[module], *FLAGS, "--log_interval_s", "5"]
             with Program(module, folder, *argv, prefix=prefix) as program:
                 program.wait_for(program.newest)
