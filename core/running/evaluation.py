@@ -114,14 +114,15 @@ def _draw(envs: Environments) -> np.ndarray:
         picture.ndim == 3 and picture.shape[2] in (1, 3, 4)
     )
     if not is_right or not np.issubdtype(picture.dtype, np.number):
-        question = (
-            ". Does create_env, or the function that --env names, take render_mode and "
-            "pass it on?"
-        )
+        why = ""
+        if drawn is None:
+            why = (
+                ". Does create_env, or the function that --env names, take render_mode "
+                "and pass it on?"
+            )
         raise ConfigError(
             f"--video: the environment's render() returned {describe(drawn)}; "
-            "expected uint8[H,W,3], as for render_mode='rgb_array'"
-            f"{question if drawn is None else ''}"
+            f"expected uint8[H,W,3], as for render_mode='rgb_array'{why}"
         )
     return picture
 

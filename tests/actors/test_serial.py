@@ -128,7 +128,6 @@ def test_environments_that_draw_numbers_when_made_do_not_change_a_resumed_run():
         flags=flags, found=found, open=contextlib.nullcontext, log=lambda stats: None
     )
     run.stop = StopSignal()
-
     clocks = []
 
     def create_actor(clock, **_):

@@ -63,7 +63,7 @@ def measure(flags: argparse.Namespace) -> Result:
             status = monobeast.main([*FLAGS, "--savedir", str(folder)])
     actors = killer.end()
     if status == Exit.STOPPED and killer.kills < flags.kills:
-        sys.exit(128 + signal.SIGTERM)  # Not the killer stopped the run.
+        sys.exit(128 + signal.SIGTERM)  # Somebody else has stopped the run.
     owned = actors.owned()
     result = Result(
         injected={"kills": killer.kills},
